@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memfit import _native
+from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import gradient_of, plain_tensors
 from memfit.track.owners import OPTIMIZER_STATE, PARAMETER, storage_of
@@ -54,6 +55,10 @@ class MappedFiles:
             optimizer: The optimizer.
         """
         self.forget_gone()
+        with without_barrier():  # a look is no use of a parameter, which would have to come for it
+            self._count(optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
         unknown = [
             (category, tensor, storage)
             for category, tensor in _written_by(optimizer)

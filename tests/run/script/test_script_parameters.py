@@ -65,6 +65,31 @@ def test_a_script_trains_in_less_than_its_parameters_and_gradients(tmp_path: Pat
     assert loop["plan"]["predicted_peak_bytes"] - loop["planned"]["peak_bytes"] <= 2 * MIB
 
 
+WEIGHED = (
+    DEEP
+    + """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        loss = model(torch.randn(16, 512)).square().mean()
+        loss.backward()
+        norms = [p.norm().item() for p in model.parameters()]
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.99)
+        print(repr(loss.item()), repr(sum(norms)), repr(sum(map(torch.sum, model.parameters()))))
+        optimizer.zero_grad()
+"""
+)
+
+
+def test_parameters_looked_at_one_after_another_go_again(tmp_path: Path):
+    """8 MiB of each; their norms are taken beside gradients, and they decay after the step."""
+    ran = offloaded(tmp_path, WEIGHED, "13MiB")
+    assert parameters_away(ran) == 8
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 EVALUATED = (
     DEEP
     + """

@@ -62,9 +62,9 @@ if TYPE_CHECKING:
 _placed: weakref.WeakSet[ParametersElsewhere] = weakref.WeakSet()
 """Those that may keep a parameter elsewhere: without any, no model has to be looked through."""
 
-BEFORE_RETURN: list[Callable[[int], None]] = []
+BEFORE_RETURN: list[Callable[[int], bool]] = []
 """Told of the bytes of a parameter that is about to be in memory, as somebody uses it between
-steps."""
+steps; each returns whether there is still no room for it."""
 
 
 def is_offloaded(storage: torch.UntypedStorage) -> bool:
@@ -133,6 +133,8 @@ class _Place:
     by_storage: dict[int, int]
     barrier: Barrier
     by_tensor: dict[int, int] = field(default_factory=dict)
+    visitors: dict[int, None] = field(default_factory=dict)
+    """Those in memory as somebody used them between steps, which the room knows nothing of."""
 
 
 class ParametersElsewhere(Part):
@@ -186,6 +188,7 @@ class ParametersElsewhere(Part):
         """
         self._failure = None
         placed = self._place_anew(self._take_over())
+        placed.visitors.clear()
         with self._down(placed), self._lock:
             for number, item in enumerate(placed.items):
                 self._look_for_others(placed, number)
@@ -394,8 +397,9 @@ class ParametersElsewhere(Part):
     def _on_use(self, tensors: list[Tensor], function: Callable[..., Any]) -> Iterator[None]:
         """Somebody uses parameters between calls or steps, or another thread does in one.
 
-        They are at home from then on. They stay until the next step if another thread uses them,
-        or code of a forward for more than computing.
+        They are at home from then on: until the next step, or until others are used for which there
+        is no room beside them. They stay until the next step if another thread uses them, or code
+        of a forward for more than computing.
         """
         is_other = threading.get_ident() != self._thread
         if self._is_in_forward and not is_other and only_computes(function):
@@ -408,10 +412,15 @@ class ParametersElsewhere(Part):
             if placed is not None:
                 items = [placed.items[placed.by_tensor[id(tensor)]] for tensor in tensors]
                 self._is_shared |= is_other
-                for item in items:
-                    for told in () if is_other or item.is_here else BEFORE_RETURN:
-                        told(item.size_bytes)
+                numbers = [placed.by_tensor[id(tensor)] for tensor in tensors]
+                for number, item in zip(numbers, items, strict=True):
+                    is_visitor = not (is_other or self._is_in_forward or item.is_here)
+                    lacking = [told(item.size_bytes) for told in BEFORE_RETURN if is_visitor]
+                    if any(lacking):
+                        self._let_visitors_go(placed, numbers)
                     self._have(item)
+                    if is_visitor:
+                        placed.visitors[number] = None
                     self._before_write(item)
                     item.is_held |= is_other or self._is_in_forward
                     item.readers += is_other
@@ -426,6 +435,27 @@ class ParametersElsewhere(Part):
                 with self._lock:
                     for item in items:
                         item.readers -= 1
+
+    def _let_visitors_go(self, placed: _Place, used: Collection[int]) -> None:
+        """Have those elsewhere again that were used before, and that nobody else sees.
+
+        Args:
+            placed: Where they are.
+            used: Those that are used now.
+        """
+        for number in [it for it in placed.visitors if it not in used]:
+            if self._is_shared:
+                return  # another thread may use them
+            self._look_for_others(placed, number)
+            item = placed.items[number]
+            if item.is_held or not item.storage.resizable():
+                continue
+            if not any(map(placed.barrier.cannot_be_passed, item.tensors)):
+                for tensor in item.tensors:
+                    placed.barrier.put_before(tensor)
+                if self._try(lambda item=item: self._save(item)):  # type: ignore[misc]
+                    item.let_go()
+                    del placed.visitors[number]
 
     @contextlib.contextmanager
     def _down(self, placed: _Place) -> Iterator[None]:

@@ -162,14 +162,20 @@ class BetweenPasses:
         if what != "saving":  # of which state is what is copied
             self._state_waits()
 
-    def parameter_returns(self, size_bytes: int) -> None:
+    def parameter_returns(self, size_bytes: int) -> bool:
         """Have room for a parameter that comes back to memory.
 
         Args:
             size_bytes: Its size.
+
+        Returns:
+            Whether it lacks room still, with as much above it as was once taken in what runs.
         """
+        budget_bytes, more_bytes = self._budget_bytes(), size_bytes
         if not self._in_pass():
             self._gradients_and_state_wait(size_bytes)
+            more_bytes += self.gradients.taken_bytes()
+        return budget_bytes > 0 and self._has_no_room(more_bytes, budget_bytes)
 
     def _gradients_and_state_wait(self, more_bytes: int) -> None:
         """Have them in files where what is about to be in memory lacks room."""

@@ -117,6 +117,10 @@ class GradientsBetween:
         self._has_lacked = live + more_bytes + self._took.get(self._now, live) > budget_bytes
         return self._has_lacked
 
+    def taken_bytes(self) -> int:
+        """The most that what has begun has taken so far, above what was live then."""
+        return 0 if self._window is None else self._window.peak()[0] - self._live_bytes
+
     def parameters_went(self) -> None:
         """Parameters may be elsewhere now, in what has begun: they come home before it is over."""
         self._most_elsewhere = max(self._most_elsewhere, parameters_elsewhere())
