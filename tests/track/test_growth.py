@@ -197,6 +197,22 @@ def test_larger_batches_a_full_queue_and_a_cache_are_no_growth():
     assert run(loop).growth is None
 
 
+def test_the_cause_is_what_grows_on_after_something_else_has_stopped():
+    assert cpu.start() is None
+    watch, causes = GrowthWatch(asks_again=True), []
+    cache, history = {}, []
+    for step in range(40):
+        if step < 8:
+            cache[step] = torch.ones(1024)
+        else:
+            history.append(torch.ones(1024))
+        causes.append(watch.observe())
+    found = [it.message for it in causes if it is not None]
+    assert found[0].startswith("`cache`")
+    assert found[-1].startswith("`history`")
+    assert len(found) <= 4, "once each time that twice as much is kept"
+
+
 class Keeper(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -206,6 +222,17 @@ class Keeper(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gradient * ctx.result
+
+
+class Filer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = {"input": x, "made": [x.exp()]}
+        return ctx.kept["made"][0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.kept["made"][0]
 
 
 def cause(loop: Callable[[int], object]) -> growth.Cause:
@@ -225,14 +252,15 @@ def no_collection():
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_an_output_kept_on_ctx_is_a_cycle():
+@pytest.mark.parametrize(("kind", "place"), [(Keeper, "result"), (Filer, "kept['made'][0]")])
+def test_an_output_kept_on_ctx_is_a_cycle(kind: type[torch.autograd.Function], place: str):
     def loop(_: int) -> None:
-        Keeper.apply(MODEL(torch.randn(32, 64))).sum().backward()
+        kind.apply(MODEL(torch.randn(32, 64))).sum().backward()
         MODEL.zero_grad()
 
     found = cause(loop)
     assert found.kind == "ctx_cycle"
-    assert "`Keeper` keeps its own output as `ctx.result`" in found.message
+    assert f"`{kind.__name__}` keeps its own output as `ctx.{place}`" in found.message
 
 
 @pytest.mark.usefixtures("no_collection")

@@ -8,7 +8,8 @@ Not responsible for what variables hold (:mod:`memfit.track.reach`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,12 @@ from memfit.tensors.storage import gradient_of, is_leaf
 from memfit.track.cause import Cause
 from memfit.track.graphs import Graphs
 from memfit.track.owners import storage_of
+
+_DEPTH = 2
+"""Containers and objects between a ``ctx`` and what it keeps."""
+
+_APART = (ModuleType, FunctionType, type, torch.nn.Module, torch.optim.Optimizer)
+"""What leads to much that no ``ctx`` keeps."""
 
 
 def cycle_of(addresses: Collection[int]) -> Cause | None:
@@ -44,7 +51,7 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
         function, name = max(held_by_ctx, key=lambda key: held_by_ctx[key])
         return Cause(
             "ctx_cycle",
-            f"`{function}` keeps its own output as `ctx.{name}`: its graph and the output hold "
+            f"`{function}` keeps its own output as `{name}`: its graph and the output hold "
             "each other, and nothing frees them",
             "keep inputs and outputs with `ctx.save_for_backward(...)`, which makes no such cycle",
         )
@@ -61,21 +68,46 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
 
 def _on_ctx(node: Any) -> list[Tensor]:
     """The tensors that a function has kept as attributes of its ``ctx``."""
-    return [value for value in _attributes(node).values() if issubclass(type(value), Tensor)]
+    return [tensor for _, tensor in _kept_on("ctx", node, _DEPTH)]
 
 
-def _attributes(node: Any) -> dict[str, Any]:
-    space = object.__getattribute__(node, "__dict__")
-    return dict(space)
+def _kept_on(text: str, thing: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """Tensors kept as attributes of an object, or in containers that are, and how each is read."""
+    kind = type(thing)
+    found: list[tuple[str, Any]] = []
+    if kind is dict:
+        found = [(f"{text}[{_key(key)}]", value) for key, value in list(thing.items())]
+    elif kind in (list, tuple):
+        found = [(f"{text}[{place}]", value) for place, value in enumerate(thing)]
+    else:
+        found = [(f"{text}.{name}", value) for name, value in _attributes(thing).items()]
+    for name, value in found:
+        if issubclass(type(value), Tensor):
+            yield name, value
+        elif depth:
+            yield from _kept_on(name, value, depth - 1)
+
+
+def _key(key: object) -> str:
+    return repr(key) if type(key) in (str, int) else "..."  # others' code does not run
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    if isinstance(thing, _APART):
+        return {}
+    try:
+        space = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return dict(space) if type(space) is dict else {}
 
 
 def _own_output(node: Any) -> str | None:
-    """The attribute of a ``ctx`` that is the function's own output."""
-    for name, value in _attributes(node).items():
-        if issubclass(type(value), Tensor):
-            with torch._C.DisableTorchFunction():
-                if value.grad_fn is node:
-                    return name
+    """How the function's own output is read that its ``ctx`` keeps."""
+    for name, value in _kept_on("ctx", node, _DEPTH):
+        with torch._C.DisableTorchFunction():
+            if value.grad_fn is node:
+                return name
     return None
 
 

@@ -51,12 +51,16 @@ class GrowthWatch:
         growth: What it has kept when it was last asked; ``None`` where it does not grow.
     """
 
-    def __init__(self, look_share: int | None = None) -> None:
+    def __init__(self, look_share: int | None = None, *, asks_again: bool = False) -> None:
         """Know no iteration yet.
 
         Args:
             look_share: 0 looks whatever it takes; :data:`LOOK_SHARE` when left out.
+            asks_again: Whether the cause is looked for again when twice as much is kept: what
+                grew at first may have come to its end, as a cache does, and something else not.
         """
+        self._asks_again = asks_again
+        self._asked_at_bytes = 0
         self._look_share = LOOK_SHARE if look_share is None else look_share
         self.growth: Growth | None = None
         self._kept = Kept()
@@ -80,17 +84,21 @@ class GrowthWatch:
 
         Returns:
             The cause, the first time that the loop keeps something of all its parts, or that a
-            sum's graph has grown with the iterations; ``None`` otherwise.
+            sum's graph has grown with the iterations, and where it is asked for again; ``None``
+            otherwise.
         """
         self._kept.mark()
         if self._kept.is_due():
             self.growth = self._kept.growth()
         self.growth = self._growth_on_cuda(cuda_bytes) or self.growth
+        grown = 0 if self.growth is None else self.growth.bytes
+        if self.growth is not None and (
+            not self._found or (self._asks_again and grown >= 2 * self._asked_at_bytes)
+        ):
+            self._found, self._asked_at_bytes = True, grown
+            return cause_of(self.growth)
         if self._found:
             return None
-        if self.growth is not None:
-            self._found = True
-            return cause_of(self.growth)
         if not self._may_look():
             return None
         start = time.perf_counter()
@@ -171,7 +179,7 @@ def _cause_of(growth: Growth) -> Cause:
         lost_bytes = sum(sizes[address] for address in lost)
         number = max(held, key=lambda number: held[number], default=0)
         if lost_bytes > held.get(number, 0):
-            return cycle_of(lost) or _unknown(lost_bytes, found)
+            return cycle_of(lost) or _unknown(2 * lost_bytes >= sum(sizes.values()), found)
         return _held(found, NAMES.owner(number), sizes)
 
 
@@ -242,12 +250,12 @@ def _summed(found: Look, tensor: Tensor, links: int) -> Cause:
     )
 
 
-def _unknown(lost_bytes: int, found: Look) -> Cause:
-    text = _native.bytes_text(lost_bytes)
+def _unknown(is_most: bool, found: Look) -> Cause:  # noqa: FBT001
+    text = "most of it" if is_most else "some of it"
     if found.walk.is_complete and found.walk.graphs.is_complete:
-        message = f"{text} of them are held by no variable and no autograd graph of one"
+        message = f"{text} is held by no variable and no autograd graph of one"
     else:
-        message = f"who holds {text} of them was not seen: not every object could be looked at"
+        message = f"who holds {text} was not seen: not every object could be looked at"
     return Cause(
         "unknown",
         message,

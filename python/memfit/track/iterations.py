@@ -44,8 +44,8 @@ class Iterations:
     def __init__(self) -> None:
         """Know none yet."""
         self._watches: dict[Rhythm, GrowthWatch] = {
-            "step": GrowthWatch(look_share=0),
-            "backward": GrowthWatch(look_share=0),
+            "step": GrowthWatch(look_share=0, asks_again=True),
+            "backward": GrowthWatch(look_share=0, asks_again=True),
         }
         self._causes: dict[Rhythm, Cause] = {}
         self._over_time: Found | None = None

@@ -65,7 +65,7 @@ _FAMILIES = {
     Module: "module",
     Optimizer: "optimizer",
     type: "class",
-    torch._C._FunctionBase: "node",
+    torch.autograd.graph.Node: "node",
 }
 
 
@@ -157,6 +157,8 @@ class Walk:
         space = _space(module) or {}
         for kept in ("_parameters", "_buffers"):
             self._seen.add(id(space.get(kept)))
+            for name, own in list((space.get(kept) or {}).items()):
+                self._graphs_of(variable.of(name), own)
         children = space.get("_modules")
         if isinstance(children, dict):
             self._seen.add(id(children))
@@ -238,6 +240,17 @@ class Walk:
             self._tensor(variable, gradient, GRADIENT)
         if node is not None:
             self._graph(variable, node)
+
+    def _graphs_of(self, variable: Variable, own: Tensor | None) -> None:
+        """Walk through the graph of a module's tensor, and that of its gradient."""
+        if own is None or not own.requires_grad:
+            return
+        with torch._C.DisableTorchFunction():
+            gradient = gradient_of(own) if is_leaf(own) else None
+            nodes = [graph_of(it) for it in (own, gradient) if it is not None]
+        for node in nodes:
+            if node is not None:
+                self._graph(variable, node)
 
     def _take_down(self, variable: Variable, tensor: Tensor, category: str) -> None:
         for part in plain_tensors(tensor):
