@@ -156,6 +156,19 @@ def test_a_model_without_weights_is_converted_as_one_with_them(conversion):
     )
 
 
+def test_a_converted_parameter_stays_that_of_its_optimizer_and_of_all_its_modules():
+    with memfit.weightless():
+        model = _Tied()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        listed = optimizer.param_groups[0]["params"]
+        model.words.half()
+        assert model.head.weight is model.words.weight is listed[0]
+        assert listed[0].dtype is torch.float16
+        model.to(torch.bfloat16)
+    assert [id(p) for p in listed] == [id(p) for p in model.parameters()]
+    assert {p.dtype for p in listed} == {torch.bfloat16}
+
+
 def test_a_recurrent_network_without_weights_is_converted():
     with memfit.weightless():
         model = nn.LSTM(8, 8).double()

@@ -77,9 +77,9 @@ def weightless(registered: Registered | None = None) -> Iterator[None]:
                 registered.bytes += parameter.nbytes
         original(module, name, parameter)
 
-    conversion = _Conversion(nn.Module._apply)
+    unconverted = nn.Module._apply
     nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
-    nn.Module._apply = conversion.as_method()  # type: ignore[method-assign]
+    nn.Module._apply = _converting(unconverted)  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():
             # Constructors copy layers (`nn.TransformerEncoder`), and copying asks for an address.
@@ -87,7 +87,7 @@ def weightless(registered: Registered | None = None) -> Iterator[None]:
             yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
-        nn.Module._apply = conversion.original  # type: ignore[method-assign]
+        nn.Module._apply = unconverted  # type: ignore[method-assign]
 
 
 def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Parameter:
@@ -98,56 +98,32 @@ def _fake_parameter(parameter: nn.Parameter, mode: FakeTensorMode) -> nn.Paramet
     return fake
 
 
-class _Conversion:
-    """``.half()``, ``.to()`` and their kin on modules whose parameters are fakes.
+def _converting(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """What stands for ``nn.Module._apply``: ``.half()``, ``.to()`` and their kin also of fakes.
 
     Torch swaps such a parameter with its converted twin, which it refuses while anything refers to
-    either weakly, as the mode of fakes does. So the module gets the twin; what was one parameter of
-    several modules stays one.
+    either weakly, as the mode of fakes does. So it gets the twin's data, as a real one does: it
+    stays the parameter of all modules that share it, and of optimizers that know it.
     """
 
-    def __init__(self, original: Callable[..., nn.Module]) -> None:
-        self.original = original
-        self._twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._depth = 0
-
-    def as_method(self) -> Callable[..., nn.Module]:
-        """What stands for ``nn.Module._apply``."""
-
-        def apply(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's own signature
-            self._depth += 1
-            try:
-                return self._convert(module, fn, recurse=recurse)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._twins.clear()
-
-        return apply
-
-    def _convert(self, module: nn.Module, fn: Callable[[Any], Any], *, recurse: bool) -> nn.Module:
+    def apply(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - torch's own signature
         own = module._parameters
-        fakes = {name: value for name, value in own.items() if isinstance(value, FakeTensor)}
+        fakes: dict[str, Any] = {
+            name: value for name, value in own.items() if isinstance(value, FakeTensor)
+        }
         own.update(dict.fromkeys(fakes))
         try:
-            converted = self.original(module, fn, recurse)
+            converted = original(module, fn, recurse)
         finally:
             own.update(fakes)
-        own.update({name: self._twin(value, fn) for name, value in fakes.items()})
+        for parameter in fakes.values():
+            with torch.no_grad():
+                applied = fn(parameter)
+            if applied is not parameter:
+                parameter.data, parameter.fake_device = applied, applied.fake_device
         return converted
 
-    def _twin(self, parameter: Any, fn: Callable[[Any], Any]) -> nn.Parameter:
-        known = self._twins.get(id(parameter))
-        if known is not None:
-            return known[1]
-        with torch.no_grad():
-            applied = fn(parameter)
-        twin: nn.Parameter = parameter
-        if applied is not parameter:
-            twin = nn.Parameter(applied, parameter.requires_grad)
-            vars(twin).update(vars(parameter))
-        self._twins[id(parameter)] = (parameter, twin)
-        return twin
+    return apply
 
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode | None:
