@@ -229,3 +229,25 @@ def test_what_is_about_to_be_taken_is_told_also_where_no_use_begins_a_step():
     finally:
         uses.leave()
     assert found == [(8 << 20, False), (4 << 20, True)]
+
+
+def test_warnings_of_torch_are_told_of_the_line_that_calls(tmp_path: Path):
+    """Plain Python tells of two lines, each once."""
+    code = """
+    import sys, torch
+    from torch import nn
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        data = torch.tensor(torch.ones(2, 4))
+        loss = model(data).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        shown = torch.tensor(loss.detach())
+    """
+    ran = inline(tmp_path, "1GiB", code)
+    told = [line for line in ran.stderr.splitlines() if "UserWarning: To copy" in line]
+    assert len(told) == 2
+    assert not any("memfit" in line.partition("UserWarning")[0] for line in told)

@@ -12,8 +12,11 @@ between steps only, and until all optimizers that were made have stepped, unless
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -119,7 +122,27 @@ class _Uses(TorchFunctionMode):
                 name = getattr(func, "__name__", "")
                 if leaf is not None and name in _COMPUTE:
                     self._used(leaf, name, (args, kwargs))
-        return func(*args, **kwargs)
+        return _called_from(sys._getframe(1))(func, args, kwargs)
+
+
+_CALL = (lambda func, args, kwargs: func(*args, **kwargs)).__code__
+
+
+def _called_from(frame: FrameType) -> Callable[..., Any]:
+    """What calls a function from the line of the program that did.
+
+    A warning of torch's is told of the frame that Python runs, and once for each line: that is to
+    be the program's, not memfit's.
+
+    Args:
+        frame: That of the program.
+    """
+    return FunctionType(_call_at(frame.f_code, frame.f_lineno), frame.f_globals)
+
+
+@lru_cache(maxsize=1024)
+def _call_at(code: CodeType, line: int) -> CodeType:
+    return _CALL.replace(co_filename=code.co_filename, co_firstlineno=line)
 
 
 def _top() -> Any:
