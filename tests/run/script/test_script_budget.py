@@ -78,6 +78,30 @@ def test_a_peak_between_steps_is_over_the_budget(tmp_path: Path):
     assert "OVER BUDGET by" in ran.stderr
 
 
+def test_a_peak_in_the_step_of_another_optimizer_is_said_to_be_there(tmp_path: Path):
+    """The first one's ends the pass; the other makes state of twice its 8 MiB."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    table, head = nn.Embedding(1 << 15, 64, sparse=True), nn.Linear(64, 1)
+    model = nn.Sequential(table, head)
+    of_head = torch.optim.SGD(head.parameters(), lr=0.1)
+    of_table = torch.optim.SparseAdam(table.parameters())
+    for step in range(3):
+        loss = model(torch.randint(1 << 15, (512,))).square().mean()
+        loss.backward()
+        for optimizer in (of_head, of_table):
+            optimizer.step()
+            optimizer.zero_grad()
+        print(repr(loss.item()))
+    """
+    verdict = inline(tmp_path, "20MiB", code).fitting["verdict"]
+    assert not verdict["kept"]
+    assert verdict["why"] == "in a step of `SparseAdam`, which no plan knows"
+
+
 def test_a_peak_before_the_first_step_is_said_to_be_there(tmp_path: Path):
     code = """
     kept = [torch.zeros(1 << 20) for _ in range(4)]

@@ -57,6 +57,7 @@ def test_a_closure_that_runs_first_is_the_step(tmp_path: Path):
         assert_within_budget(loop)
         assert loop["refusal"] is None
         assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (1, steps - 1)
+    assert ran.report["steps"]["count"] == 7
 
 
 def test_an_optimizer_that_calls_its_closure_often_is_planned_inside(tmp_path: Path):

@@ -59,6 +59,10 @@ class NeedOfRoom:
         """Whether all plans so far fit."""
         return all(planned.plan.fits for planned in self._plans)
 
+    def keeps(self) -> bool:
+        """Whether all steps so far keep the budget, by their plans or as they were recorded."""
+        return not any(planned.lacking_bytes for planned in self._plans)
+
     def fails_with(self, more_bytes: int) -> bool:
         """Whether some planned step no longer fits once the script holds more.
 

@@ -122,6 +122,7 @@ class AdoptedScript:
         self._frozen = FrozenAway()
         self._lean_ops = LeanOps(request)
         self._in_pieces, self._in_place = contextlib.ExitStack(), contextlib.ExitStack()
+        self._in_update = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
         self._stepping = self._uncollected = 0
         self._steps_inside = False
@@ -226,7 +227,7 @@ class AdoptedScript:
             for other in self._loops:
                 if other is not loop:
                     other.placing.let_state_go(idle)
-                    other.need.is_of_others = not loop.need.fits()
+                    other.need.is_of_others = not loop.need.keeps()
             if self._loose.let_state_go(idle, self._loops):
                 loop.notes[LOOSE_STATE] = None
         self._files.place_held(loop, call.inputs)
@@ -402,6 +403,7 @@ class AdoptedScript:
             USED_GRADIENTS.require_cleared(optimizer)
         current = None if in_node() else self._current  # a hook's step is part of backward
         running = None if current is None else current.running
+        self._in_update.enter_context(self._kept.update_of(optimizer))
         for loop in self._loops:
             own = running if current is not None and current.loop is loop else None
             loop.step_begins(optimizer, own)
@@ -442,6 +444,7 @@ class AdoptedScript:
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """End the pass; of models trained in turn, another one may have been updated."""
+        self._in_update.close()
         self._of_others.returned(optimizer, "step")
         self._loose.step_ended()
         for loop in self._loops:

@@ -256,7 +256,8 @@ class Watch:
             if any(group.get("foreach") for group in optimizer.param_groups):
                 self._all_at_once = type(optimizer).__name__
             self._enter(OPTIMIZER)
-            return
+        if when != "after":
+            return  # a closure has run, and the updates come
         self._steps += 1
         self._enter(FORWARD)
         if self._iterations is not None:

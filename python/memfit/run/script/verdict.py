@@ -10,11 +10,13 @@ moment between the first look and the last is in none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from memfit import _native
 from memfit.track import cpu, cuda
@@ -95,6 +97,7 @@ class BudgetKept:
         self._earlier: list[Over] = []
         self._between: Peak | None = None
         self._has_passed = False
+        self._of_update = (0, "")
 
     def resolve(self, budget_bytes: int) -> None:
         """Know what a percentage comes to, and judge what was before.
@@ -111,16 +114,27 @@ class BudgetKept:
     def pass_begins(self) -> None:
         """The stretch between passes is over."""
         between, self._between = self._between, None
-        if between is not None:
-            self.ended(
-                Over(
-                    BETWEEN,
-                    between.close(),
-                    _BETWEEN_STEPS if self._has_passed else _BEFORE_STEPS,
-                    "less held there, or a larger budget",
-                )
-            )
-            self._has_passed = True
+        if between is None:
+            return
+        peak, (of_update, optimizer) = between.close(), self._of_update
+        where = _BETWEEN_STEPS if self._has_passed else _BEFORE_STEPS
+        if of_update == peak:
+            where = f"in a step of `{optimizer}`, which no plan knows"
+        self.ended(Over(BETWEEN, peak, where, "less held there, or a larger budget"))
+        self._has_passed, self._of_update = True, (0, "")
+
+    @contextlib.contextmanager
+    def update_of(self, optimizer: Optimizer) -> Iterator[None]:
+        """An optimizer steps inside this: a new peak between passes is its own.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        between = self._between
+        before = 0 if between is None else between.so_far()
+        yield
+        if between is not None and between is self._between and between.so_far() > before:
+            self._of_update = between.so_far(), type(optimizer).__name__
 
     def pass_ended(self, device: torch.device) -> None:
         """A stretch between passes begins.
