@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from memfit.run.script.planned_step import begin_alike, key_of
 from memfit.run.script.sizes import RecordedSizes
 from memfit.run.script.step_plans import StepPlans
 
@@ -56,6 +58,18 @@ def test_a_step_that_is_a_little_larger_is_not_recorded_where_it_has_room(
 ):
     known = plans(peak_bytes, 100, 100)
     assert known.must_record(key(*rows)) is is_recorded
+
+
+def test_a_call_with_an_input_that_is_differentiated_is_of_another_kind():
+    """As of a discriminator whose gradients at real pictures are penalised now and then."""
+    model, data = nn.Linear(8, 8), torch.ones(2, 8)
+    plain = key_of(model, ((data,), {}))
+    asked = key_of(model, ((data.clone().requires_grad_(),), {}))
+    assert plain != asked
+    assert not begin_alike(plain, asked)
+    with torch.no_grad():
+        evaluated = [key_of(model, ((it,), {})) for it in (data, data.clone().requires_grad_())]
+    assert evaluated[0] == evaluated[1]
 
 
 def test_what_was_empty_and_another_part_are_recorded():

@@ -21,7 +21,7 @@ from memfit.tensors.storage import plain_tensors
 
 Key = tuple[Any, ...]
 """What decides which ops a pass runs, as far as that is known before: mode, what is trained in what
-is called, shapes, types."""
+is called, which inputs are differentiated, shapes, types."""
 
 
 WORTH_A_PLAN = 0.01
@@ -82,10 +82,19 @@ def key_of(module: nn.Module, inputs: Any, path: str = "") -> Key:
         path: Its path in the model.
     """
     leaves = tree_leaves(inputs)
-    shapes = [(tuple(it.shape), it.dtype) for it in leaves if isinstance(it, Tensor)]
+    tensors = [it for it in leaves if isinstance(it, Tensor)]
+    shapes = [(tuple(it.shape), it.dtype) for it in tensors]
     # What generates without gradients has caches that grow: those calls are alike.
     objects = [it for it in leaves if not isinstance(it, Tensor)] if is_grad_enabled() else []
-    return ((path, module.training, _trained(module)), *shapes, *object_sizes(objects))
+    mode = path, module.training, _trained(module), *_differentiated(tensors)
+    return (mode, *shapes, *object_sizes(objects))
+
+
+def _differentiated(inputs: list[Tensor]) -> tuple[int, ...]:
+    """The places of inputs that require gradients, as where every n-th step penalises them."""
+    if not is_grad_enabled():
+        return ()
+    return tuple(place for place, it in enumerate(inputs) if it.requires_grad)
 
 
 def _trained(module: nn.Module) -> int:
