@@ -213,6 +213,27 @@ def test_the_cause_is_what_grows_on_after_something_else_has_stopped():
     assert len(found) <= 4, "once each time that twice as much is kept"
 
 
+def test_state_that_an_optimizer_makes_is_not_to_be_made_numbers():
+    assert cpu.start() is None
+    watch, causes = GrowthWatch(), []
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=100)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        result = model(torch.ones(4, 64)).cos().square().sum()
+        result.backward()
+        return result
+
+    for _ in range(12):
+        optimizer.step(closure)
+        causes.append(watch.observe())
+    (found,) = [it for it in causes if it is not None]
+    assert found.kind == "optimizer_state"
+    assert found.message.startswith("`optimizer`")
+    assert "history_size" in found.advice
+
+
 class Keeper(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

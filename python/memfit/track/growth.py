@@ -36,6 +36,7 @@ _CHAIN_LIMIT = 4096
 _TENSOR_LIMIT = 4096
 _SUMS = ("AddBackward", "SubBackward", "CatBackward", "StackBackward")
 _NO_GRAPH = "keep fewer of them, or numbers (`tensor.item()`)"
+_STATE = "it grows no more once all has state; `history_size` says how much `LBFGS` keeps"
 _FORWARD = "no backward ran: use `torch.no_grad()`"
 _GRAPH = "keep `tensor.item()` or `tensor.detach()` there instead"
 
@@ -215,6 +216,10 @@ def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
     """The cause where a variable holds most."""
     if owner.variable is None:
         return Cause("kept_tensors", f"most of it is held by {owner.name}", _NO_GRAPH)
+    of_state = {a for a in sizes if found.categories.get(a) == owners.OPTIMIZER_STATE}
+    if 2 * sum(sizes[address] for address in of_state) >= sum(sizes.values()):
+        message = f"{owner.variable.text} keeps state for what it updates"
+        return Cause("optimizer_state", message, _STATE)
     in_graphs = {a for a in sizes if found.categories.get(a) == "activation"} - found.direct
     graph_bytes = sum(sizes[address] for address in in_graphs)
     who = owner.variable.text

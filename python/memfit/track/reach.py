@@ -33,6 +33,7 @@ from memfit.track.owners import (
     DATASET,
     GRADIENT,
     KV_CACHE,
+    OPTIMIZER_STATE,
     OWNERS,
     PARAMETER,
     VARIABLE,
@@ -217,7 +218,7 @@ class Walk:
             self._module(variable, thing, category)
         elif kind == "optimizer":
             OWNERS.add(thing)
-            self._spread(variable, gc.get_referents(thing), category)
+            self._spread(variable, gc.get_referents(thing), OPTIMIZER_STATE)
         elif kind == "class":
             if not is_library(_file_of(thing)):
                 for name, attribute in list(vars(thing).items()):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memfit.run.script.planned_step import Call, PlannedStep
     from memfit.run.script.request import FitRequest
 
-AS_RECORDED = "no plan fits: steps run as recorded, what is saved in files until it is used"
+AS_RECORDED = "steps that no plan fits run as recorded, what is saved in files until it is used"
 """What is said at the end of steps that run so as nothing else fits."""
 
 THOUGH_A_PLAN_FITS = "some steps run as recorded, what is saved in files until it is used"

@@ -123,6 +123,7 @@ class AdoptedScript:
         self._lean_ops = LeanOps(request)
         self._in_pieces, self._in_place = contextlib.ExitStack(), contextlib.ExitStack()
         self._in_update = contextlib.ExitStack()
+        self._unplanned: set[str] = set()
         self._evaluation = contextlib.ExitStack()
         self._stepping = self._uncollected = 0
         self._steps_inside = False
@@ -235,7 +236,7 @@ class AdoptedScript:
         running = loop.begin(call, known, in_closure=self._stepping > 0)
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.refusal and not was_refused:
-            self._say(unplanned(loop))
+            self._say_unplanned(loop)
         self._current = CurrentPass(loop, root, call, running)
         self._parameter_uses.leave()
         recorder = recorder_of(self._current)
@@ -544,7 +545,7 @@ class AdoptedScript:
             loop.compiled_runs()
         if loop.refusal:
             self._room.whole()  # nobody knows what its steps take
-            self._say(unplanned(loop))
+            self._say_unplanned(loop)
         return loop
 
     def _model_went(self, loop: Loop) -> None:
@@ -586,7 +587,7 @@ class AdoptedScript:
         loop.counts[running.kind].steps += 1
         self._end_pass()
         if loop.refusal and not was_refused:
-            self._say(unplanned(loop))
+            self._say_unplanned(loop)
 
     def _complete_without_optimizer(self, current: CurrentPass) -> None:
         """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
@@ -619,10 +620,17 @@ class AdoptedScript:
             self._kept.pass_ended(loop.device)
             self._watch_uses()
 
+    def _say_unplanned(self, loop: Loop) -> None:
+        """Say so once, of however many models that are made one after another."""
+        line = unplanned(loop)
+        if line not in self._unplanned:
+            self._unplanned.add(line)
+            self._say(line)
+
     def _refuse(self, loop: Loop, reason: str) -> None:
         if not loop.refusal:
             loop.refuse(reason)
-            self._say(unplanned(loop))
+            self._say_unplanned(loop)
 
     def _give_up(self, reason: str) -> None:
         if not self._refusal:
