@@ -715,34 +715,3 @@ def test_a_queue_sends_what_is_in_a_file(
         assert torch.equal(sent, expected)
     finally:
         sharing.remove()
-
-
-def test_what_torch_is_about_to_make_is_told_in_bytes():
-    whole = torch.zeros(1024, 1024)
-    for function, args, kwargs in [
-        (torch.empty, ((1024, 512),), {"dtype": torch.float64}),
-        (torch.randn, (1024, 1024), {"device": "cpu"}),
-        (torch.zeros, (), {"size": (1 << 20,)}),
-        (torch.ones, (1 << 20,), {"dtype": float}),
-        (torch.zeros_like, (whole,), {}),
-        (torch.Tensor.clone, (whole,), {}),
-        (torch.Tensor.double, (whole,), {}),
-        (torch.Tensor.half, (whole,), {}),
-        (torch.abs, (whole,), {}),
-        (torch.Tensor.pow, (whole, 2), {}),
-    ]:
-        assert about_to_take(function, args, kwargs) == function(*args, **kwargs).nbytes
-    for function, args, kwargs in [
-        (torch.empty, (1 << 20,), {"device": "meta"}),
-        (torch.empty, (16,), {}),
-        (torch.clone, (whole.to("meta"),), {}),
-        (torch.Tensor.float, (whole,), {}),
-        (torch.Tensor.double, (whole[:8],), {}),
-        (torch.add, (whole, whole), {}),
-        (torch.zeros, (), {}),
-        (torch.zeros, ((),), {}),
-        (torch.Tensor.add_, (whole.to_sparse(), 1), {}),
-        (nn.init.zeros_, (), {"tensor": whole}),
-        (len, ([whole],), {}),
-    ]:
-        assert about_to_take(function, args, kwargs) == 0

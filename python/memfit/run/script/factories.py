@@ -24,6 +24,9 @@ LEAST_BYTES = 1 << 20
 _OF_SIZES = frozenset({torch.empty, torch.full, torch.ones, torch.rand, torch.randn, torch.zeros})
 """Called with sizes, as one argument or as many."""
 
+_NEW = frozenset({Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_zeros})
+"""Called with sizes, too, of a tensor that has the type."""
+
 _ALIKE = frozenset(
     {
         *(torch.abs, torch.clone, torch.empty_like, torch.ones_like, torch.pow, torch.square),
@@ -31,6 +34,10 @@ _ALIKE = frozenset(
     }
 )
 """Called with a tensor as large as the one that they make."""
+
+_DECOMPOSITIONS = {torch.linalg.qr: 3, torch.linalg.svd: 4}
+"""Called with a matrix, of which they take so many times the bytes at most, unless the factors are
+larger: LAPACK works on copies. Weights are made orthogonal so."""
 
 _CONVERSIONS = {
     Tensor.bfloat16: torch.bfloat16,
@@ -51,14 +58,17 @@ def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
         args: What it is called with.
         kwargs: Likewise.
     """
-    if function in _OF_SIZES:
-        size = _elements(kwargs.get("size", args)) * _element_bytes(kwargs.get("dtype"))
-        return size if size >= LEAST_BYTES and _is_on_cpu(kwargs.get("device")) else 0
+    if function in _OF_SIZES or function in _NEW:
+        of, sizes = (args[0], args[1:]) if function in _NEW else (None, args)
+        dtype, device = (kwargs.get(name, getattr(of, name, None)) for name in ("dtype", "device"))
+        size = _elements(kwargs.get("size", sizes)) * _element_bytes(dtype)
+        return size if size >= LEAST_BYTES and _is_on_cpu(device) else 0
     name = getattr(function, "__name__", "")
     becomes = _CONVERSIONS.get(function)
-    if becomes is None and function not in _ALIKE and not _writes(name):
+    times = _DECOMPOSITIONS.get(function, 1 if function in _ALIKE else 0)
+    if becomes is None and not times and not _writes(name):
         return 0
-    tensor: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    tensor: Any = args[0] if args else kwargs.get("tensor", kwargs.get("input", kwargs.get("A")))
     if type(tensor) not in _KINDS or tensor.device.type != "cpu":
         return 0  # a class of its own may refuse anything
     size = tensor.nbytes if tensor.layout is torch.strided else 0
@@ -67,7 +77,7 @@ def about_to_take(function: Callable[..., Any], args: Any, kwargs: dict[str, Any
         return made if made >= LEAST_BYTES else 0
     if size < LEAST_BYTES or (function in _ALIKE and kwargs.get("device") is not None):
         return 0
-    return size if function in _ALIKE or is_in_mapped_file(tensor) else 0
+    return times * size if times else size if is_in_mapped_file(tensor) else 0
 
 
 def _writes(name: str) -> bool:
