@@ -30,6 +30,7 @@ from memfit.apply.offload.state_view import whole_state_bytes
 from memfit.apply.remat.records import require_unchanged
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
+from memfit.capture.record.saves import Token
 from memfit.capture.stage.arguments import written_tensors
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
@@ -46,7 +47,7 @@ from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
 from memfit.tensors.storage import address, gradient_of, is_fixed, plain_tensors, viewed
-from memfit.tensors.versions import version_of
+from memfit.tensors.versions import counter_of, version_of
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
@@ -54,16 +55,23 @@ _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 class _Saved:
     """A token of the recording, and what tells whether the tensor was written to since."""
 
-    __slots__ = ("alias", "shape", "token", "version")
+    __slots__ = ("counter", "shape", "token", "version")
 
     def __init__(self, tensor: Tensor, token: Any) -> None:
         self.token = token
         self.shape = list(tensor.shape)
         self.version = version_of(tensor)
-        with torch._C._DisableTorchDispatch():
-            self.alias = tensor.detach()
-            # Shares the version counter still, and no longer the memory.
-            self.alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        known = token.counter if isinstance(token, Token) else None
+        self.counter = counter_of(tensor) if known is None else known
+
+    def require_unchanged(self) -> None:
+        """Refuse what autograd itself would refuse.
+
+        Raises:
+            RuntimeError: The saved tensor was written to since.
+        """
+        if self.counter is not None:
+            require_unchanged(self.counter, self.version, self.shape)
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -206,7 +214,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         """
         if isinstance(saved, Tensor):
             return saved
-        require_unchanged(saved.alias, saved.version, saved.shape)
+        saved.require_unchanged()
         return self.saved.unpack(saved.token)
 
 
