@@ -72,6 +72,16 @@ def test_a_call_with_an_input_that_is_differentiated_is_of_another_kind():
     assert evaluated[0] == evaluated[1]
 
 
+def test_another_kind_of_call_is_recorded_where_the_model_runs_in_pieces():
+    """As one without labels, now and then, where guidance without a classifier is learnt."""
+    known = plans(100, 100, 100)
+    assert not known.must_record(key(100))
+    (step,) = known
+    step.step.way = {"kind": "micro_batch"}
+    assert known.must_record(key(100))
+    assert not known.must_record(key(90, 90)), "it is cut as well"
+
+
 def test_what_was_empty_and_another_part_are_recorded():
     assert plans(100, 100, 0).must_record(key(100, 1))
     assert plans(100, 100).must_record(key(120, part="actor"))
@@ -92,6 +102,8 @@ def test_a_little_larger_step_is_not_recorded_again_and_again_above_the_budget(
 
 class Recording:
     """A recorded step that made so much, of which a law says what it makes at other sizes."""
+
+    way: dict[str, Any] | None = None
 
     def __init__(self, made: int, foreseen: int = 0) -> None:
         self.made, self.foreseen = made, foreseen

@@ -134,8 +134,12 @@ class StepPlans:
         """
         if not any(begin_alike(planned.key, key) for planned in self._plans):
             return True
-        is_known = any(planned.key == key for planned in self._plans)
-        if is_known or (self._nearest(key).plan.fits and not self._is_larger(key)):
+        if any(planned.key == key for planned in self._plans):
+            return False
+        nearest = self._nearest(key)
+        if nearest.step.way is not None and kind_of(nearest.key) != kind_of(key):
+            return True  # it would run whole, and unplanned
+        if nearest.plan.fits and not self._is_larger(key):
             return False
         return self._sizes.foreseen(key) is None and not self._takes_less_by_plan(key)
 
