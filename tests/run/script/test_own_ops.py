@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.apply.offload import mapped
 from memfit.apply.pieces import whole_draws
 from memfit.run.script import gradients_between
+from memfit.run.script.signals import Signals
 from memfit.tensors import backward_in_place, storage, versions
 from memfit.track import cpu
 
@@ -60,3 +62,27 @@ def test_beginning_to_count_and_moving_to_files_run_no_op(tmp_path: Path):
         mapped.to_file(tensor, str(tmp_path))
         mapped.to_memory(tensor)
     assert ops.seen == []
+
+
+def test_a_backward_of_memfits_own_is_none_of_the_scripts():
+    """As where it tries a call of the model on pieces, when a pass is about to begin."""
+    told: list[str] = []
+    model = nn.Linear(2, 2)
+
+    class Listener:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_args, **_more: told.append(name)
+
+        def called(self, *_: Any) -> None:
+            torch.ones(2, requires_grad=True).sum().backward()
+
+    listener: Any = Listener()
+    signals = Signals(listener, listener)
+    signals.install()
+    try:
+        loss = model(torch.ones(2)).sum()
+        assert "backward_begins" not in told
+        loss.backward()
+    finally:
+        signals.remove()
+    assert told.count("backward_begins") == told.count("backward_ended") == 1

@@ -235,7 +235,7 @@ class Signals:
         # The parameters are those of the engine, which torch calls by position.
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or threading.get_ident() != self._thread:
+            if self._in_backward or self.are_ops_own or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
             self._in_backward = True
             creates_graph = bool(args[3]) if len(args) > 3 else False  # noqa: PLR2004
