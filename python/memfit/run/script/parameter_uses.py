@@ -137,7 +137,7 @@ def _called_from(frame: FrameType) -> Callable[..., Any]:
     Args:
         frame: That of the program.
     """
-    return FunctionType(_call_at(frame.f_code, frame.f_lineno), frame.f_globals)
+    return FunctionType(_call_at(frame.f_code, frame.f_lineno or 1), frame.f_globals)
 
 
 @lru_cache(maxsize=1024)
