@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from memfit.capture.record.ledger import Ledger
 from memfit.tensors.shape_saves import ShapeSave, ShapeSaves, blank_storage
-from memfit.tensors.storage import is_wrapper, may_change_unseen
+from memfit.tensors.storage import address, is_wrapper, may_change_unseen
 from memfit.tensors.versions import counter_of, version_of
 
 
@@ -309,6 +309,8 @@ class SavedTensors:
         """Whether a storage that something still holds is what was saved: no copy of it then."""
         if token.contents is None:
             return True
+        if address(storage) is None:
+            return False  # a parameter of another model, which is offloaded, or just coming
         allocation, version = self._ledger.values[token.save.value][:2]
         known = (self._ledger.bytes[allocation], self._ledger.version[allocation])
         return known == (storage.nbytes(), version)
