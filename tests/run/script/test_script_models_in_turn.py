@@ -108,3 +108,34 @@ def test_a_make_is_of_names_shapes_and_classes_and_not_of_values() -> None:
     assert are_named(["SGD"], [optimizer])
     assert not are_named(["SGD"], [])
     assert not are_named(["SGD", "Adam"], [optimizer])
+
+
+CRITICISED = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    actor = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 512))
+    critic = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    of_critic = torch.optim.SGD(critic.parameters(), lr=0.01)
+    of_actor = torch.optim.SGD(actor.parameters(), lr=0.01)
+    for step in range(6):
+        seen = torch.randn(32, 64)
+        loss = critic(actor(seen).detach()).square().mean()
+        of_critic.zero_grad(set_to_none=step % 2 == 0)
+        loss.backward()
+        of_critic.step()
+        score = critic(actor(seen)).mean()
+        of_actor.zero_grad()
+        score.backward()
+        of_actor.step()
+        print(repr(loss.item()), repr(score.item()))
+    print(sum(p.grad.double().abs().sum().item() for p in critic.parameters()).hex())
+"""
+
+
+def test_gradients_that_another_models_loss_fills_wait_in_files(tmp_path: Path):
+    """A critic of 8 MiB, whose gradients the actor's loss fills, too: 8 more."""
+    ran = inline(tmp_path, "14MiB", CRITICISED, offload="chosen")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert all(loop["observed"]["peak_bytes"] < 12 << 20 for loop in ran.loops)

@@ -32,6 +32,7 @@ from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.passes import Pass
 from memfit.run.script.request import FitRequest
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
+from memfit.tensors.optimizers import gradients_reduced_later
 
 
 class BetweenPasses:
@@ -106,10 +107,20 @@ class BetweenPasses:
         moves, budget_bytes = None, self._budget_bytes()
         if recorder is not None and recorder.gradients is not None:
             recorder.gradients.place, moves = self.place, recorder.moves
+            if recorder.gradients.adding:  # it watches those of its own model
+                recorder.gradients.watch_others(self._parameters_of_others(loop))
         counts_on_it = any(it.step.gradients_wait for it in loop.plans)
         lacks_plan = recorder is not None and budget_bytes > 0
         if lacks_plan or (running.kind == "planned" and counts_on_it):
             self._gradients_went(self.gradients.go(budget_bytes, self.models(), moves))
+
+    def _parameters_of_others(self, loop: Loop) -> Iterator[Tensor]:
+        """Parameters of models that other loops train, or call in their passes."""
+        others = (it for it in self._loops if it is not loop)
+        models = (model for it in others for model in (it.root, *it.partners))
+        for model in models:
+            if model is not None and gradients_reduced_later(model) is None:
+                yield from model.parameters()
 
     def pass_ended(self, *, is_observed: bool) -> None:
         """Know of gradients that went in the pass.

@@ -77,6 +77,7 @@ class Loop:
         device: Where the model is.
         parameters: Elements of its parameters.
         models: Class names of the models called in a pass, in order.
+        partners: Other models that its passes call.
         optimizers: Class names of the optimizers that step for it.
         has_optimizer: Whether any optimizer updates the model; ``None`` before anybody looked.
         refusal: Why nothing is planned; empty while it may be.
@@ -166,7 +167,7 @@ class Loop:
         self.recordings = Recordings()
         self._without = [_PARAMETERS] if are_lent(root) else []
         self._latest: PlannedStep | None = None
-        self._partners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.partners = weakref.WeakSet[nn.Module]()
         self._outside = Outside(self.device)
         self._leave: tuple[str, str] | None = None
         self._updates = StepUpdates(
@@ -226,10 +227,10 @@ class Loop:
             other: The other model.
             running: The pass.
         """
-        if running.kind == "planned" and other not in self._partners:
+        if running.kind == "planned" and other not in self.partners:
             root = self._root()
             return root is None or class_names(other) != class_names(root)
-        self._partners.add(other)
+        self.partners.add(other)
         self.models.update(dict.fromkeys(class_names(other)))
         return True
 

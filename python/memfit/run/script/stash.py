@@ -105,6 +105,22 @@ class GradientStash:
             if gradient is not None and type(gradient) is Tensor and _is_plain(gradient):
                 self._earlier[id(parameter)] = weakref.ref(gradient.untyped_storage())
 
+    def watch_others(self, parameters: Iterable[Tensor]) -> None:
+        """Take those of other models too, which the loss of this one is computed with.
+
+        An actor's leads through critics, a generator's through a discriminator: both get gradients
+        that nothing uses.
+
+        Args:
+            parameters: Of models that the step does not update.
+        """
+        others = [it for it in parameters if it.is_leaf and id(it) not in self._watched]
+        self.watch(others)
+        for parameter in others:
+            if id(parameter) in self._watched:
+                handle = parameter.register_post_accumulate_grad_hook(self.complete)  # type: ignore[no-untyped-call]
+                self._hooks.callback(handle.remove)
+
     def begin(self) -> None:
         """Backward begins; until it is over, looks at gradients are seen."""
         if self._watched:
