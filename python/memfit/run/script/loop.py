@@ -498,8 +498,7 @@ class Loop:
         changed = self.plans.forbid(kind)
         if not changed:
             return
-        self.placing.executor = None
-        self.placing.bring_home()
+        self.placing.leave_plan()
         if note:
             self.notes[note] = None
         for planned in changed:

@@ -158,6 +158,15 @@ class Placing:
         if root is not None:
             bring_parameters_home(root)
 
+    def leave_plan(self) -> None:
+        """Have all parameters in memory, and the state alone where it is.
+
+        Raises:
+            OffloadError: One did not come back as it went.
+        """
+        self.executor = state_alone(self.executor)
+        self.bring_home()
+
     def for_evaluation(self, key: Key, evaluations: Evaluations) -> Executor | None:
         """Have parameters where they are to be in a call without gradients.
 
