@@ -64,10 +64,6 @@ class Barrier:
         for tensor, kind in zip(self._tensors, self._classes, strict=True):
             tensor.__class__ = kind
 
-    def put_before(self, tensor: Tensor) -> None:
-        """Let nobody use one of them unnoticed."""
-        tensor.__class__ = self._barred[self._kinds[id(tensor)]]
-
     def let_through(self, tensor: Tensor) -> None:
         """Let one of them be used."""
         tensor.__class__ = self._kinds[id(tensor)]

@@ -77,7 +77,8 @@ WEIGHED = (
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.99)
-        print(repr(loss.item()), repr(sum(norms)), repr(sum(map(torch.sum, model.parameters()))))
+            total = sum(p.sum() for p in model.parameters())
+        print(repr(loss.item()), repr(sum(norms)), repr(total.item()))
         optimizer.zero_grad()
 """
 )

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit import _native
 from memfit.apply.borrowed import borrowed
+from memfit.apply.offload.mapped import is_lent
 from memfit.apply.offload.parameter_storage import (
     ParameterStorage,
     are_same,
@@ -47,7 +48,7 @@ from memfit.errors import OffloadError, UsageError
 from memfit.tensors.as_without_modes import Formulas
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
 from memfit.tensors.operators import only_computes
-from memfit.tensors.storage import viewed
+from memfit.tensors.storage import has_others, viewed
 from memfit.torch_versions import offloaded_parameters_refusal
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class _Place:
     barrier: Barrier
     by_tensor: dict[int, int] = field(default_factory=dict)
     visitors: dict[int, None] = field(default_factory=dict)
-    """Those in memory as somebody used them between steps, which the room knows nothing of."""
+    """Those that torch computed with between steps: in memory, behind the barrier still, and unknown
+    to the room."""
 
 
 class ParametersElsewhere(Part):
@@ -397,9 +399,8 @@ class ParametersElsewhere(Part):
     def _on_use(self, tensors: list[Tensor], function: Callable[..., Any]) -> Iterator[None]:
         """Somebody uses parameters between calls or steps, or another thread does in one.
 
-        They are at home from then on: until the next step, or until others are used for which there
-        is no room beside them. They stay until the next step if another thread uses them, or code
-        of a forward for more than computing.
+        They are in memory from then on, until the next step. What torch alone has computed with may
+        go before, if there is no room for others beside it: it is a *visitor*.
         """
         is_other = threading.get_ident() != self._thread
         if self._is_in_forward and not is_other and only_computes(function):
@@ -407,55 +408,66 @@ class ParametersElsewhere(Part):
             return
         # Transforms of `torch.func` take what is made inside them for their own.
         with self._lock, without_barrier(), torch._C._DisableFuncTorch():
-            placed = self._placed
-            items = []
+            placed, numbers = self._placed, []
             if placed is not None:
-                items = [placed.items[placed.by_tensor[id(tensor)]] for tensor in tensors]
-                self._is_shared |= is_other
                 numbers = [placed.by_tensor[id(tensor)] for tensor in tensors]
-                for number, item in zip(numbers, items, strict=True):
-                    is_visitor = not (is_other or self._is_in_forward or item.is_here)
-                    lacking = [told(item.size_bytes) for told in BEFORE_RETURN if is_visitor]
-                    if any(lacking):
-                        self._let_visitors_go(placed, numbers)
-                    self._have(item)
-                    if is_visitor:
-                        placed.visitors[number] = None
-                    self._before_write(item)
-                    item.is_held |= is_other or self._is_in_forward
-                    item.readers += is_other
-                    for shared in item.tensors:
-                        # While other threads are about, they are to be noticed every time.
-                        if not self._is_shared or placed.barrier.cannot_be_passed(shared):
-                            placed.barrier.let_through(shared)
+                self._is_shared |= is_other
+                self._come(placed, numbers, function, is_other=is_other)
         try:
             yield
         finally:
-            if is_other:
-                with self._lock:
-                    for item in items:
-                        item.readers -= 1
+            with self._lock:
+                for number in numbers:
+                    assert placed is not None, "without a place there are no numbers"
+                    item = placed.items[number]
+                    item.readers -= is_other
+                    # What it returned may be a view, whose uses nobody would notice.
+                    if number in placed.visitors and has_others(item.storage, len(item.tensors)):
+                        self._let_through(placed, number)
+
+    def _come(
+        self, placed: _Place, numbers: list[int], function: Callable[..., Any], *, is_other: bool
+    ) -> None:
+        """Have parameters in memory that a function is about to use."""
+        may_visit = only_computes(function) and not (self._is_shared or self._is_in_forward)
+        for number in numbers:
+            item = placed.items[number]
+            is_visitor = may_visit and (number in placed.visitors or not item.is_here)
+            asked = () if is_other or item.is_here else BEFORE_RETURN
+            if any([it(item.size_bytes) for it in asked]):  # noqa: C419 - each is to be told
+                self._let_visitors_go(placed, numbers)
+            self._have(item)
+            self._before_write(item)
+            item.is_held |= is_other or self._is_in_forward
+            item.readers += is_other
+            if is_visitor and not any(map(placed.barrier.cannot_be_passed, item.tensors)):
+                placed.visitors[number] = None
+            else:
+                self._let_through(placed, number)
+
+    def _let_through(self, placed: _Place, number: int) -> None:
+        """Have a parameter used unnoticed until the next step."""
+        placed.visitors.pop(number, None)
+        for tensor in placed.items[number].tensors:
+            # While other threads are about, they are to be noticed every time.
+            if not self._is_shared or placed.barrier.cannot_be_passed(tensor):
+                placed.barrier.let_through(tensor)
 
     def _let_visitors_go(self, placed: _Place, used: Collection[int]) -> None:
-        """Have those elsewhere again that were used before, and that nobody else sees.
+        """Let go of the parameters that torch has only computed with, and that nobody sees now.
 
         Args:
             placed: Where they are.
             used: Those that are used now.
         """
         for number in [it for it in placed.visitors if it not in used]:
-            if self._is_shared:
-                return  # another thread may use them
-            self._look_for_others(placed, number)
             item = placed.items[number]
-            if item.is_held or not item.storage.resizable():
-                continue
-            if not any(map(placed.barrier.cannot_be_passed, item.tensors)):
-                for tensor in item.tensors:
-                    placed.barrier.put_before(tensor)
-                if self._try(lambda item=item: self._save(item)):  # type: ignore[misc]
-                    item.let_go()
-                    del placed.visitors[number]
+            self._look_for_others(placed, number)
+            # A graph that saved one would read it in a backward, which no barrier notices.
+            is_free = not (item.is_held or any(map(is_lent, item.tensors)))
+            if is_free and item.storage.resizable() and self._try(partial(self._save, item)):
+                item.let_go()
+                del placed.visitors[number]
 
     @contextlib.contextmanager
     def _down(self, placed: _Place) -> Iterator[None]:
