@@ -67,6 +67,32 @@ def test_what_is_given_away_stays_until_the_next_step(fitted, given):
     assert storage_bytes(weights(fitted)) == WEIGHT * len(kept)
 
 
+def test_what_a_graph_accumulates_into_goes_once_nothing_of_it_is_saved(fitted):
+    """As of the loss of the step before, which scripts mostly hold."""
+    loss = sum(matrix.square().sum() for matrix in weights(fitted))
+    loss.backward()
+    fitted.step()
+    for matrix in weights(fitted):
+        matrix.norm().item()
+    assert storage_bytes(weights(fitted)) <= 3 * WEIGHT
+    assert loss.grad_fn is not None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_of_others_finds_what_it_saved(fitted, frozen):
+    found = weights(fitted)
+    for matrix in found if frozen else ():
+        matrix.requires_grad_(requires_grad=False)
+    given = torch.ones(3, found[0].shape[1], requires_grad=True)
+    made = sum(torch.nn.functional.linear(given, matrix).sum() for matrix in found)
+    for matrix in found:
+        matrix.norm().item()
+    made.backward()
+    assert given.grad is not None
+    expected = sum(matrix.sum(0) for matrix in found).detach()
+    assert torch.allclose(given.grad, expected.expand_as(given.grad), rtol=1e-4, atol=1e-4)
+
+
 def test_a_graph_finds_what_it_saved(fitted):
     found = weights(fitted)
     for matrix in found:

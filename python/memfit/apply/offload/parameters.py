@@ -135,7 +135,7 @@ class _Place:
     barrier: Barrier
     by_tensor: dict[int, int] = field(default_factory=dict)
     visitors: dict[int, None] = field(default_factory=dict)
-    """Those that torch computed with between steps: in memory, behind the barrier still, and unknown
+    """Those in memory that torch computed with between steps: behind the barrier still, and unknown
     to the room."""
 
 
@@ -463,8 +463,7 @@ class ParametersElsewhere(Part):
         for number in [it for it in placed.visitors if it not in used]:
             item = placed.items[number]
             self._look_for_others(placed, number)
-            # A graph that saved one would read it in a backward, which no barrier notices.
-            is_free = not (item.is_held or any(map(is_lent, item.tensors)))
+            is_free = not (item.is_held or any(map(_is_saved, item.tensors)))
             if is_free and item.storage.resizable() and self._try(partial(self._save, item)):
                 item.let_go()
                 del placed.visitors[number]
@@ -552,6 +551,15 @@ class ParametersElsewhere(Part):
             {id(t): number for number, item in enumerate(found) for t in item.tensors},
         )
         return self._placed
+
+
+def _is_saved(parameter: Tensor) -> bool:
+    """Whether a graph has saved a parameter: its backward would read it, which no barrier notices.
+
+    Of what requires gradients, the node that accumulates them has it as well, while any graph leads
+    there, such as that of a loss whose backward has run.
+    """
+    return is_lent(parameter, owners=2 if parameter.requires_grad else 1)
 
 
 def bring_parameters_home(model: nn.Module) -> None:
