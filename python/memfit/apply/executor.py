@@ -504,27 +504,35 @@ class Executor:
         Raises:
             OffloadError: Some of it could not be written, or did not come back as it went.
         """
+        # What goes makes room for what comes, unless its numbers are to be other ones first.
+        parameters = None if NARROW_PARAMETERS in self._parts else self.parameters
+        state = None if NARROW_STATE in self._parts else self.state
         if self.parameters is None:
-            self._place_state()
+            self._place_state(state)
             bring_parameters_home(self.subject.model)
             self._widen()
         else:
             self._widen()
-            if NARROW_PARAMETERS not in self._parts:
-                self.parameters.place()  # they go before the state comes
-            self._place_state()
+            if parameters is not None:
+                parameters.place()
+            self._place_state(state)
         for part in self._parts.values():
-            part.place()
+            if part is not parameters and part is not state:
+                part.place()
 
-    def _place_state(self) -> None:
-        """Have the state where the plan wants it, but for what is done to its numbers."""
+    def _place_state(self, going: StateElsewhere | None) -> None:
+        """Have the state where the plan wants it.
+
+        Args:
+            going: What has it elsewhere; ``None`` where it is to be in memory, or narrow first.
+        """
         if self.subject.optimizer is None:
             return
-        is_narrow = NARROW_STATE in self._parts
         away = () if self.state is None else (AwayState, SlicedState)
-        bring_home(self.subject.optimizer, (*away, EightBitState) if is_narrow else away)
-        if self.state is not None and not is_narrow:
-            self.state.place()  # it goes before parameters come
+        stays = (*away, EightBitState) if NARROW_STATE in self._parts else away
+        bring_home(self.subject.optimizer, stays)
+        if going is not None:
+            going.place()
 
     def _widen(self) -> None:
         """Have parameters in their own types, unless the plan wants others."""
