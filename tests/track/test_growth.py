@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import memfit
 from memfit import _native
+from memfit.apply.offload.mapped import to_file, to_memory
 from memfit.track import cpu, growth
 from memfit.track.growth import GrowthWatch
 
@@ -232,6 +234,36 @@ def test_state_that_an_optimizer_makes_is_not_to_be_made_numbers():
     assert found.kind == "optimizer_state"
     assert found.message.startswith("`optimizer`")
     assert "history_size" in found.advice
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_comes_back_from_files_one_by_one_is_no_growth(tmp_path: Path, again: bool):  # noqa: FBT001
+    """A memory bank that was there before, of which each iteration fills a part."""
+    assert cpu.start() is None
+    bank = [torch.zeros(1 << 14) for _ in range(24)]
+    for part in bank:
+        to_file(part, str(tmp_path))
+
+    def loop(step: int) -> None:
+        to_memory(bank[step])
+        bank[step].fill_(step)
+        if again:
+            to_file(bank[step], str(tmp_path))
+
+    assert run(loop).growth is None
+
+
+def test_what_is_kept_in_files_is_growth(tmp_path: Path):
+    assert cpu.start() is None
+    kept = []
+
+    def loop(_: int) -> None:
+        kept.append(torch.zeros(1 << 14))
+        to_file(kept[-1], str(tmp_path))
+
+    growth = run(loop).growth
+    assert growth is not None
+    assert growth.bytes_per_iteration == kept[0].nbytes
 
 
 class Keeper(torch.autograd.Function):

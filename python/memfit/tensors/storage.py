@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit import _native
 from memfit.tensors.barrier import without_barrier
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
@@ -101,24 +102,37 @@ def is_fixed(tensor: Tensor) -> bool:
         return is_known and bool(storage.is_shared())
 
 
-_private_mappings: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+_private_mappings: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_exchanged: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
 
-def note_private_mapping(storage: torch.UntypedStorage, event: int = 0) -> None:
+def note_private_mapping(storage: torch.UntypedStorage) -> None:
     """Know of a mapping of a file that nobody sees but by its tensor.
 
     Args:
         storage: Its memory.
-        event: Number of the event by which the memory was allocated that it stands for.
     """
     key = storage._cdata
-    ref = weakref.ref(storage, lambda _: _private_mappings.pop(key, None))
-    _private_mappings[key] = ref, event
+    _private_mappings[key] = weakref.ref(storage, lambda _: _private_mappings.pop(key, None))
 
 
-def private_mappings() -> list[tuple[int, int, int]]:
-    """Address, bytes and event of each mapping that was noted and is still there."""
-    known = ((ref(), event) for ref, event in list(_private_mappings.values()))
+def note_exchange(storage: torch.UntypedStorage, before: torch.UntypedStorage) -> None:
+    """Know of memory that takes the place of other memory: it came when that did.
+
+    Args:
+        storage: The memory.
+        before: What it takes the place of.
+    """
+    key, place = storage._cdata, address(before)
+    _, event = _exchanged.get(before._cdata, (None, 0))
+    event = event or (0 if place is None else _native.block_event(place))
+    ref = weakref.ref(storage, lambda _: _exchanged.pop(key, None))
+    _exchanged[key] = ref, event
+
+
+def exchanged() -> list[tuple[int, int, int]]:
+    """Of memory that was exchanged: address, bytes, and the event by which the first one came."""
+    known = ((ref(), event) for ref, event in list(_exchanged.values()))
     found = [(it, event) for it, event in known if it is not None]
     places = [(address(it), it.nbytes(), event) for it, event in found]
     return [(place, size, event) for place, size, event in places if place is not None]
@@ -131,7 +145,7 @@ def is_private_mapping(storage: torch.UntypedStorage) -> bool:
         storage: The memory.
     """
     known = _private_mappings.get(storage._cdata)
-    return known is not None and known[0]() is not None
+    return known is not None and known() is not None
 
 
 def may_change_unseen(tensor: Tensor) -> bool:

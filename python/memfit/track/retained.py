@@ -12,7 +12,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from memfit import _native
-from memfit.tensors.storage import private_mappings
+from memfit.tensors.storage import exchanged
 
 GROUPS = 4
 """Stretches of iterations that must each have left something behind."""
@@ -102,8 +102,11 @@ def growth_between(marks: list[int], stride: int, *, with_models: bool = True) -
     first, last = marks[0] + 1, marks[-1]
     blocks = _native.survivors(first, last + 1, with_models=with_models)
     if with_models:
-        elsewhere = [*private_mappings(), *((0, *it) for it in IN_FILES.values())]
-        blocks += [it for it in elsewhere if first <= it[2] <= last]
+        moved = exchanged()
+        places = {address for address, _, _ in moved}
+        blocks = [it for it in blocks if it[0] not in places]
+        moved += [(0, size, event) for size, event in IN_FILES.values()]
+        blocks += [it for it in moved if first <= it[2] <= last]
     groups = [0] * GROUPS
     for _, size, event in blocks:
         interval = bisect_right(marks, event - 1) - 1

@@ -28,6 +28,7 @@ from memfit.tensors.storage import (
     is_fixed,
     is_from_allocator,
     is_leaf,
+    note_exchange,
     note_private_mapping,
 )
 
@@ -135,8 +136,8 @@ def in_file(storage: torch.UntypedStorage, folder: str) -> torch.UntypedStorage:
         is_shared = False
         mapped: Any = torch.UntypedStorage.from_file(name, is_shared, storage.nbytes())
     assert isinstance(mapped, torch.UntypedStorage), "as torch says"
-    place = address(storage)
-    note_private_mapping(mapped, 0 if place is None else _native.block_event(place))
+    note_private_mapping(mapped)
+    note_exchange(mapped, storage)
     return mapped
 
 
@@ -148,6 +149,7 @@ def in_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """
     own = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
     own.copy_(storage)
+    note_exchange(own, storage)
     return own
 
 
