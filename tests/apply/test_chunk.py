@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.apply.slices.chunk import ChunkedLoss
+from memfit.apply.slices.chunk import ChunkedLoss, take_off_ended
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.measure import measure_peak
 
@@ -297,22 +297,28 @@ def test_a_target_out_of_range_is_an_error():
         _flat(model(ids), target)
 
 
-def test_a_function_that_hides_the_logits_is_an_error_and_no_wrong_gradient():
+def test_an_autograd_function_that_hides_the_logits_has_its_gradient_go_on_from_them():
     class Hidden(torch.autograd.Function):
         @staticmethod
         def forward(ctx, logits):
-            return (logits * 1).sum()
+            ctx.save_for_backward(logits)
+            return logits.square().sum()
 
         @staticmethod
         def backward(ctx, gradient):
-            return gradient.expand(3, 7, CLASSES)
+            (logits,) = ctx.saved_tensors
+            return 2 * logits * gradient
 
     model = Model()
     ids, _ = data()
+    Hidden.apply(model(ids).view(-1, CLASSES)).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
     with pytest.warns(DivergenceWarning), chunked(model).forward():
-        loss = Hidden.apply(model(ids))
-    with pytest.raises(UsageError, match="hides them"):
-        loss.backward()
+        loss = Hidden.apply(model(ids).view(-1, CLASSES))
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_a_product_with_the_transposed_weight_is_put_off_too():
@@ -358,3 +364,85 @@ def test_whole_logits_never_exist():
 def test_a_plan_that_cannot_be_followed_is_named(chunk, said):
     with pytest.raises(UsageError, match=said):
         ChunkedLoss(Model(), chunk)
+
+
+def _set(logits):
+    logits[..., 0] = -30.0
+    return logits
+
+
+def _halved_cast(logits):
+    wide = logits.double()
+    wide.div_(2)
+    return wide
+
+
+def _written_through_a_view(logits):
+    shown = logits[:, :]
+    logits.mul_(3)
+    return shown
+
+
+def _hooked(logits):
+    logits.register_hook(lambda gradient: 5 * gradient)
+    return logits.view(-1, CLASSES)
+
+
+def _looked_at_before(logits):
+    assert logits.argmax(-1).shape == logits.shape[:-1]
+    return logits
+
+
+@pytest.mark.parametrize(
+    "change", [_set, _halved_cast, _written_through_a_view, _hooked, _looked_at_before]
+)
+def test_logits_that_were_written_to_or_hooked_before_the_loss_are_those(change):
+    model, ids = Model(), torch.randint(0, CLASSES, (3, 8))
+    found = []
+    chunk = {"weight": "head.weight", "slices": SLICES}
+    for way in (contextlib.nullcontext(), ChunkedLoss(model, chunk, warn=False).forward()):
+        model.zero_grad()
+        with way:
+            loss = F.cross_entropy(change(model(ids)).reshape(-1, CLASSES), ids.flatten())
+        loss.backward()
+        found.append((loss.detach(), *(p.grad.clone() for p in model.parameters())))
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_gradients_that_keep_their_graph_may_be_differentiated_where_that_was_asked_for():
+    model, ids = Model(), torch.randint(0, CLASSES, (3, 8))
+    found = []
+    for way in (
+        contextlib.nullcontext(),
+        ChunkedLoss(model, {"weight": "head.weight", "slices": 3}, twice=True).forward(),
+    ):
+        model.zero_grad()
+        with way:
+            loss = _flat(model(ids), ids)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + sum(it.square().sum() for it in gradients)).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for expected, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_a_forward_that_ends_in_backward_leaves_no_mode_on_torchs_stack():
+    """As under ``memfit run``, where backward is what ends it, inside a call that modes handle."""
+    model, ids = Model(), torch.randint(0, CLASSES, (3, 8))
+    forward = chunked(model).forward()
+    forward.__enter__()
+    loss = _flat(model(ids), ids)
+
+    class Ends(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.backward:
+                forward.__exit__(None, None, None)
+            return func(*args, **(kwargs or {}))
+
+    with Ends():
+        loss.backward()
+    whole = model(ids)
+    assert type(whole) is torch.Tensor
+    take_off_ended()
+    assert torch._C._len_torch_function_stack() == 0

@@ -103,6 +103,7 @@ class Subject:
             an entry for each item of the batch, by their places.
         warn: Whether to warn, once, when the running model leaves the plan.
         called: The module in it whose calls run in pieces of the batch; ``None`` for the model.
+        twice: Whether gradients may be differentiated in turn, though none were so far.
         not_called: Paths of modules that the recorded step did not call: a forward that calls one
             has left the plan. Empty to take no notice.
     """
@@ -116,6 +117,7 @@ class Subject:
     cut: tuple[int, ...] = ()
     warn: bool = True
     called: weakref.ref[nn.Module] | None = None
+    twice: bool = False
     not_called: tuple[str, ...] = ()
 
     @property
@@ -232,7 +234,8 @@ def _autocast(subject: Subject, actions: Actions) -> Part:
 
 
 def _slices(subject: Subject, actions: Actions) -> Part:
-    return InSlices(subject.model, _said(actions, "chunk") or {}, warn=subject.warn)
+    said, twice = _said(actions, "chunk") or {}, subject.twice
+    return InSlices(subject.model, said, warn=subject.warn, twice=twice)
 
 
 def _narrow_parameters(subject: Subject, actions: Actions) -> Part:

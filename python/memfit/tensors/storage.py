@@ -264,19 +264,22 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
 
     Torch warns who asks a tensor for one that keeps none, as where a step lends a module others.
     """
-    if not (is_leaf(tensor) or tensor.retains_grad):
-        return None
-    gradient: Tensor | None = _torchs_own.__get__(tensor)
+    with torch._C.DisableTorchFunction():
+        if not (is_leaf(tensor) or tensor.retains_grad):
+            return None
+        gradient: Tensor | None = _torchs_own.__get__(tensor)
     return gradient
 
 
 def graph_of(tensor: Tensor) -> Any:
     """The node that made a tensor; ``None`` for a leaf, and where torch refuses to say.
 
-    It does of a view made without gradients, once what it is a view of was written to.
+    It does of a view made without gradients, once what it is a view of was written to. The
+    program's own modes and tensor classes do not see who looks.
     """
     try:
-        return tensor.grad_fn
+        with torch._C.DisableTorchFunction():
+            return tensor.grad_fn
     except RuntimeError:
         return None
 
@@ -284,7 +287,8 @@ def graph_of(tensor: Tensor) -> Any:
 def is_leaf(tensor: Tensor) -> bool:
     """Whether no node made a tensor; not where torch refuses to say, as of :func:`graph_of`."""
     try:
-        return tensor.is_leaf
+        with torch._C.DisableTorchFunction():
+            return tensor.is_leaf
     except RuntimeError:
         return False
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,14 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.apply.slices.deferred import DeferredLogits, Whole
 from memfit.errors import DivergenceWarning, UsageError
+from memfit.tensors.function_modes import take_off
+
+Linear = tuple[Tensor, Tensor, Tensor | None]
+"""Input, weight and bias of a linear layer's call."""
+
+SlicesOf = Callable[[int, int], int | None]
+"""Into how many slices to cut so many rows of logits, of so many bytes: 0 for rows alone that are
+used, ``None`` to compute them whole at once."""
 
 
 @dataclass(slots=True)
@@ -53,6 +61,8 @@ class ChunkedLoss:
         *,
         rows_alone: bool = False,
         warn: bool = True,
+        slices_of: SlicesOf | None = None,
+        twice: bool = False,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -62,6 +72,8 @@ class ChunkedLoss:
             rows_alone: Whether there is no loss, and who looks at some rows of the logits gets no
                 others.
             warn: Whether to warn, once, when logits are needed whole.
+            slices_of: Into how many slices to cut logits, instead of what ``chunk`` says.
+            twice: Whether the loss's gradients may be differentiated, which costs the head's input.
 
         Raises:
             UsageError: It is no such thing, or names a weight that the model does not have.
@@ -74,15 +86,22 @@ class ChunkedLoss:
         if slices < 1:
             message = f"the plan computes the loss in `{slices}` slices"
             raise UsageError(message)
-        self._slices = 0 if rows_alone else slices
+        count = 0 if rows_alone else slices
+        self._slices_of = slices_of or (lambda _rows, _bytes: count)
         try:
             self._weight = model.get_parameter(name)
         except AttributeError as error:
             message = f"the plan computes the loss over `{name}`, which the model does not have"
             raise UsageError(message) from error
         self.last = Sliced()
+        self._twice = twice
         self._warns = warn
         self._running = False
+
+    @property
+    def classes(self) -> int:
+        """How many the logits are over."""
+        return len(self._weight)
 
     @property
     def diverged(self) -> bool:
@@ -108,10 +127,21 @@ class ChunkedLoss:
         self.last = seen = Sliced()
         self._running = True
         try:
-            with _PutOff(self._weight, self._slices, seen, self._needed_whole):
+            put_off = _PutOff(self._weight, self._slices_of, self._whole_of(seen))
+            with put_off.entered():
                 yield
         finally:
             self._running = False
+
+    def _whole_of(self, seen: Sliced) -> Callable[[Linear, int], Whole]:
+        """Makes what stands for the logits of a call, in so many slices."""
+
+        def sliced(_name: str) -> None:
+            seen.losses += 1
+
+        return lambda linear, slices: Whole(
+            linear, slices, sliced, self._needed_whole, twice=self._twice
+        )
 
     def _needed_whole(self, who: str) -> None:
         self.last.whole.append(who)
@@ -124,32 +154,58 @@ class ChunkedLoss:
             warnings.warn(message, DivergenceWarning, stacklevel=2)
 
 
+_ENDED: list[_PutOff] = []
+"""Modes of forwards that ended in a call which they handled, as ``loss.backward()`` is one: torch
+puts them back on its stack when it returns."""
+
+
+def take_off_ended() -> None:
+    """Take off modes of forwards that are over, outside any call."""
+    while _ENDED:
+        take_off(_ENDED.pop())
+
+
 class _PutOff(TorchFunctionMode):
     """While entered, puts off what a weight is applied to."""
 
-    def __init__(self, weight: Tensor, slices: int, seen: Sliced, whole: Any) -> None:
+    def __init__(
+        self, weight: Tensor, slices_of: SlicesOf, whole_of: Callable[[Linear, int], Whole]
+    ) -> None:
         super().__init__()
         self._weight = weight
-        self._slices = slices
-        self._seen = seen
-        self._whole = whole
+        self._slices_of = slices_of
+        self._whole_of = whole_of
+        self._is_over = False
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put off what is called inside this; it may end in a call that the mode handles."""
+        take_off_ended()
+        self.__enter__()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._is_over = True
+            if not take_off(self):
+                _ENDED.append(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call ``func``, or stand in for its result."""
         kwargs = kwargs or {}
-        linear = self._linear(func, args, kwargs)
+        linear = None if self._is_over else self._linear(func, args, kwargs)
         if linear is None:
             return func(*args, **kwargs)
         hidden = linear[0]
+        rows = hidden.numel() // max(hidden.shape[-1], 1)
+        slices = self._slices_of(rows, rows * len(self._weight) * hidden.element_size())
+        if slices is None:
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            whole = Whole(linear, self._slices, self._sliced, self._whole)
-            return DeferredLogits.put_off(whole, hidden, len(self._weight))
+            return DeferredLogits.put_off(self._whole_of(linear, slices), hidden, len(self._weight))
 
-    def _linear(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Linear | None:
         """Input, weight and bias, where a call applies the weight to rows of features."""
         if func is F.linear:
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
@@ -173,9 +229,6 @@ class _PutOff(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             weight = self._weight
             return factor._base is weight and factor.stride() == weight.stride()[::-1]
-
-    def _sliced(self, _name: str) -> None:
-        self._seen.losses += 1
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
-from memfit.errors import UsageError
 
 Told = Callable[[str], None]
 """Told what happened, as a word or two."""
@@ -61,6 +60,7 @@ class Whole:
         slices: Into how many slices a loss is cut; 0 where no loss is, and who looks at some rows
             gets those alone.
         sliced: Told about each loss that is computed in slices, and of rows that are alone.
+        twice: Whether a loss's gradients may be differentiated.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class Whole:
         slices: int,
         sliced: Told,
         whole: Told,
+        *,
+        twice: bool = False,
     ) -> None:
         """Put off a call of ``F.linear``.
 
@@ -77,8 +79,9 @@ class Whole:
             slices: As the attribute.
             sliced: As the attribute.
             whole: Told who needs the logits whole, once.
+            twice: As the attribute.
         """
-        self.slices = slices
+        self.slices, self.twice = slices, twice
         self.sliced = sliced
         self._linear = linear
         self._autocast = Autocast.of(linear[0])
@@ -135,7 +138,7 @@ class _View:
         dim: Where their dimension is.
         dtype: Element type of the logits.
         is_log: Whether these are logarithms of probabilities.
-        steps: What was done to the head's logits, to be done again on whole ones.
+        before: The deferred logits that these are made from, and how; ``None`` for the head's.
     """
 
     whole: Whole
@@ -144,7 +147,7 @@ class _View:
     dim: int
     dtype: torch.dtype
     is_log: bool = False
-    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
+    before: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None
 
     @property
     def shape(self) -> list[int]:
@@ -152,23 +155,25 @@ class _View:
         shape[self.dim] = self.classes
         return shape
 
-    def computed(self, who: str) -> Tensor:
+    def rows(self) -> Tensor | None:
+        """Logits of some rows, as :meth:`Whole.rows`."""
         is_last = self.dim == self.hidden.dim() - 1
         few = self.whole.rows(self.hidden if is_last else self.hidden.movedim(self.dim, -1))
-        if few is not None:
-            few = (few if is_last else few.movedim(-1, self.dim)).to(self.dtype)
-            return few.log_softmax(self.dim) if self.is_log else few
-        result = self.whole.computed(who)
-        with torch.set_grad_enabled(self.whole.requires_grad):
-            for step in self.steps:
-                result = step(result)
-        return result
+        if few is None:
+            return None
+        few = (few if is_last else few.movedim(-1, self.dim)).to(self.dtype)
+        return few.log_softmax(self.dim) if self.is_log else few
 
 
 class DeferredLogits(Tensor):
-    """Stands for logits; see the module."""
+    """Stands for logits; see the module.
+
+    Once anything needs its logits, they are what it stands for from then on: they may be written
+    to, have a hook, or keep their gradient. So may what shows the same memory.
+    """
 
     _view: _View
+    _real: Tensor | None
 
     @staticmethod
     def of(view: _View) -> DeferredLogits:
@@ -181,10 +186,10 @@ class DeferredLogits(Tensor):
             device=view.hidden.device,
             requires_grad=needs_grad,
         )
-        made._view = view
+        made._view, made._real = view, None
         if needs_grad:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_unreachable)  # type: ignore[no-untyped-call]
+                made.register_post_accumulate_grad_hook(_go_on)  # type: ignore[no-untyped-call]
         return made
 
     @staticmethod
@@ -192,6 +197,28 @@ class DeferredLogits(Tensor):
         """Deferred logits of a call of the head."""
         dim = hidden.dim() - 1
         return DeferredLogits.of(_View(whole, hidden, classes, dim, whole.dtype))
+
+    def _computed(self, who: str) -> Tensor:
+        """The logits that it stands for."""
+        if self._real is None:
+            view = self._view
+            made = None if self._follows_real() else view.rows()
+            if made is None and view.before is None:
+                made = view.whole.computed(who)
+            elif made is None and view.before is not None:
+                before, step = view.before
+                given = before._computed(who)
+                with torch.set_grad_enabled(view.whole.requires_grad):
+                    made = step(given)
+            self._real = made
+        assert self._real is not None, "rows, all logits, or what is made from others"
+        return self._real
+
+    def _follows_real(self) -> bool:
+        """Whether logits are there that these are made from, or these themselves."""
+        if self._real is not None:
+            return True
+        return self._view.before is not None and self._view.before[0]._follows_real()
 
     @classmethod
     def __torch_function__(
@@ -203,8 +230,9 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         follow = _FOLLOWED.get(func)
-        if follow is not None and isinstance(args[0] if args else None, DeferredLogits):
-            found = follow(args[0]._view, func, args, kwargs)
+        given = args[0] if args else None
+        if follow and isinstance(given, DeferredLogits) and not given._follows_real():
+            found = follow(given._view, func, args, kwargs)
             if found is not NotImplemented:
                 return found
         name = getattr(func, "__name__", str(func))
@@ -224,11 +252,12 @@ class DeferredLogits(Tensor):
         return f"DeferredLogits(shape={tuple(self._view.shape)}, dtype={self._view.dtype})"
 
 
-def _unreachable(_gradient: Tensor) -> None:
-    raise UsageError(
-        "the logits went into an autograd function that hides them from memfit, so the loss cannot "
-        "be computed in slices\nhint: plan again with `chunk` forbidden"
-    )
+def _go_on(logits: Any) -> None:
+    """Take a gradient on to the real logits: a function of autograd's own does not ask for them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient, logits.grad = logits.grad, None
+    real = logits._computed("an autograd function")
+    torch.autograd.backward(real, gradient, retain_graph=True)
 
 
 def without_deferred(result: Any) -> Any:
@@ -248,7 +277,7 @@ def without_deferred(result: Any) -> Any:
 def _real(value: Any, who: str) -> Any:
     """The same nest of values with real logits in place of deferred ones."""
     if isinstance(value, DeferredLogits):
-        return value._view.computed(who)
+        return value._computed(who)
     if isinstance(value, (tuple, list)) and type(value) in {tuple, list}:
         return type(value)(_real(item, who) for item in value)
     if isinstance(value, dict):
@@ -269,6 +298,7 @@ _ABOUT = frozenset(
         Tensor.__len__,
         Tensor.ndimension,
         Tensor.get_device,
+        Tensor._is_view,
         torch.is_floating_point,
         torch.is_complex,
         torch.is_tensor,
@@ -312,7 +342,7 @@ def _next(
         result: Tensor = func(logits, *args[1:], **kwargs)
         return result
 
-    return DeferredLogits.of(replace(view, steps=(*view.steps, step), **changed))
+    return DeferredLogits.of(replace(view, before=(args[0], step), **changed))
 
 
 def _view(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -468,6 +498,7 @@ def _loss(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         reduction=given.get("reduction", "mean"),
         ignore_index=given.get("ignore_index", -100),
         label_smoothing=float(given.get("label_smoothing", 0.0)),
+        twice=view.whole.twice,
     )
     if options.reduction not in {"mean", "sum", "none"}:
         return NotImplemented

@@ -39,6 +39,7 @@ class InSlices(Part):
         *,
         warn: bool = True,
         records: bool = False,
+        twice: bool = False,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -47,6 +48,7 @@ class InSlices(Part):
             chunk: ``Chunk`` of the plan as parsed JSON.
             warn: Whether to warn, once each, when something runs whole.
             records: Whether the forward only records, on fake tensors.
+            twice: Whether gradients of the loss may be differentiated.
 
         Raises:
             UsageError: It is no such thing, or names what the model does not have.
@@ -58,7 +60,7 @@ class InSlices(Part):
             raise UsageError("the plan's `chunk` action says nothing of what runs in slices")
         self.loss = None
         if logits := loss or head:
-            self.loss = ChunkedLoss(model, logits, rows_alone=not loss, warn=warn)
+            self.loss = ChunkedLoss(model, logits, rows_alone=not loss, warn=warn, twice=twice)
         self.calls = SlicedCalls(model, calls, warn=warn)
         self.strips = Strips(model, strips, records=records) if strips else None
 

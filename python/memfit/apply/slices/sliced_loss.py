@@ -8,7 +8,8 @@ Where the loss is one number, its gradients are known but for a factor as soon a
 are there. They are computed at once, so no logits are computed twice: the hidden values' gradient
 takes the place of saved hidden values, and the weight's would exist right after forward anyway.
 Where each row has a loss of its own, or the logits are of a type whose range needs the loss scale,
-backward computes each slice again. Sums over slices are kept in 32 bits at least.
+backward computes each slice again. Sums over slices are kept in 32 bits at least. Who
+differentiates the gradients needs whole logits, and the values that they were computed from.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class LossOptions:
         reduction: As in ``F.cross_entropy``.
         ignore_index: As in ``F.cross_entropy``.
         label_smoothing: As in ``F.cross_entropy``.
+        twice: Whether its gradients may be differentiated.
     """
 
     slices: int
@@ -40,6 +42,7 @@ class LossOptions:
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    twice: bool = False
 
 
 def sliced_cross_entropy(
@@ -96,23 +99,49 @@ class _SlicedLoss(torch.autograd.Function):
             del log_probabilities
         ctx.options = options
         ctx.gradients = gradients
-        if any(needs) and gradients is None:
+        if any(needs) and (gradients is None or options.twice):
             ctx.save_for_backward(hidden, weight, bias, target, class_weight)
         per_row = torch.cat(losses) if losses else rows.scale
         return rows.reduced(per_row).to(options.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: _Gradients | None = ctx.gradients
-        if gradients is None:
-            made = _again(ctx, gradient)
-        elif torch._C._autograd._get_current_graph_task_keep_graph():
-            made = gradients.times(gradient)
+        if torch.is_grad_enabled() and ctx.options.twice:
+            made = _with_graph(ctx, gradient)
         else:
-            ctx.gradients = None
-            made = gradients.taken(gradient)
+            made = _once(ctx, gradient)
         return (*made, None, None, None, None)
+
+
+@once_differentiable
+def _once(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients, without a graph of their own."""
+    gradients: _Gradients | None = ctx.gradients
+    if gradients is None:
+        return _again(ctx, gradient)
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradients.times(gradient)
+    ctx.gradients = None
+    return gradients.taken(gradient)
+
+
+def _with_graph(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients by torch's own loss of whole logits, to be differentiated."""
+    hidden, weight, bias, target, class_weight = ctx.saved_tensors
+    options: LossOptions = ctx.options
+    head = _Head.of(hidden, weight, bias)
+    loss = F.cross_entropy(
+        F.linear(hidden, head.weight, head.bias).to(options.dtype),
+        target.long(),
+        class_weight,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+    given = (hidden, weight, bias)
+    wanted = [it for it, needs in zip(given, ctx.needs_input_grad[:3], strict=True) if needs]
+    made = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    return tuple(next(made) if needs else None for needs in ctx.needs_input_grad[:3])
 
 
 def _again(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

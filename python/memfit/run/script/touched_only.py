@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.apply.offload.mapped import LEAST_BYTES, exchange_memory, in_file, is_lent, may_exchange
 from memfit.run.script.contexts import Nesting
+from memfit.tensors.function_modes import take_off
 from memfit.tensors.storage import address, has_others, is_from_allocator
 from memfit.torch_versions import allow_reads, forbid_reads
 
@@ -168,7 +169,7 @@ class TouchedOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_on = False
             with nesting.cleared():
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            _take_off(self._looks)
+            take_off(self._looks)
             self._window.close()
 
     def stay_in_files(
@@ -408,18 +409,6 @@ class _Looks(TorchFunctionMode):
             keeps = func is Tensor.data_ptr and not asking.startswith("memfit.")
             self._step.is_reached(tree_leaves((args, kwargs)), keeps_address=keeps)
         return func(*args, **kwargs)
-
-
-def _take_off(mode: TorchFunctionMode) -> None:
-    """Leave a function mode, whatever was entered since."""
-    above = []
-    while torch._C._len_torch_function_stack():
-        top = torch._C._pop_torch_function_stack()
-        if top is mode:
-            break
-        above.append(top)
-    for other in reversed(above):
-        torch._C._push_on_torch_function_stack(other)
 
 
 def is_managed(tensor: Tensor, owners: int | None = 1) -> bool:
