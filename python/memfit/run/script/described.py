@@ -30,6 +30,9 @@ def unplanned(loop: Loop) -> str:
     return f"{_names(loop)} runs unplanned: {loop.refusal}"
 
 
+_WAYS = {"autocast": " under autocast", "chunk": " with its loss in slices"}
+
+
 def found(loop: Loop, plan: Plan) -> str:
     """A line about a loop that was planned.
 
@@ -43,8 +46,9 @@ def found(loop: Loop, plan: Plan) -> str:
     whole = None if planned is None else planned.unplanned_peak_bytes
     takes = size(max(whole or plan.unplanned.predicted_peak_bytes, loop.placing.update_bytes))
     if whole is None:
-        cast = any(action.kind == "autocast" for action in plan.actions)
-        takes += " under autocast" if cast else " in pieces of its batch"
+        kinds = {action.kind for action in plan.actions}
+        ways = (said for kind, said in _WAYS.items() if kind in kinds)
+        takes += next(ways, " in pieces of its batch")
     if loop.undoes:
         takes += " without the script's checkpoints"
     if loop.placing.is_loose and not loop.placing.update_bytes:

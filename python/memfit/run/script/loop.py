@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
+from memfit.apply.slices.chunk import take_off_ended
 from memfit.errors import MemfitError, UsageError, first_line
 from memfit.run.script.as_recorded import AsRecordedPass, recorded_peak_bytes, said_of
 from memfit.run.script.casting import ACTION, Casting
@@ -49,6 +50,8 @@ from memfit.run.script.recordings import MAX_RECORDINGS, Recordings
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
 from memfit.run.script.shrinking import GivingWay
+from memfit.run.script.slices import KIND as SLICES
+from memfit.run.script.slices import InSlicesOfRows
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
@@ -146,6 +149,7 @@ class Loop:
         self.beginning_uses: set[tuple[int, str]] = set()
         self._casting = Casting(request)
         self.pieces = PiecesOfBatch(request)
+        self._slices = InSlicesOfRows(request)
         self.cut_ops = LeanWay()
         self.lean_backward = LeanBackward(self.budget_bytes, self.notes)
         self.evaluations = Evaluations(request, self.device, self._choose_place)
@@ -298,6 +302,7 @@ class Loop:
         Raises:
             OffloadError: State or a parameter did not come back as it went.
         """
+        take_off_ended()
         if isinstance(running, ObservedPass) and self.root is None:
             running.leave_out_updates()  # nothing is learnt of a model that is gone
         elif isinstance(running, ObservedPass) and self.placing.is_loose:
@@ -434,10 +439,13 @@ class Loop:
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
                 self.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
-        way = None if call.is_use else self._casting.wants(self.device) or self.pieces.wants(key)
+        way = None if call.is_use else self._way(key)
         self.cut_ops.always |= way is not None  # which rounds
         budget = self.budget_bytes()
-        running = ObservedPass(self.device, self._model(), call, optimizers, way, budget)
+        model, first = self._model(), way is None and not (self.plans or call.is_use)
+        inside = self._slices.first(model, self.device, budget) if first else None
+        what = (model, call, optimizers, way, budget)
+        running = ObservedPass(self.device, *what, inside=inside)
         running.follows(self._pending or self._kept)
         running.undoes = self._undoes or self._checkpoints.around_model
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
@@ -520,6 +528,9 @@ class Loop:
         if observation is None:
             return
         self.recordings.ended(inputs_key)
+        if not self._slices.first_ended(observation):
+            self._looks_again = True
+            return  # it is recorded whole next
         if self.placing.in_closure:
             observation.state_stays = _IN_STEP
         if observation.spill_problem:
@@ -530,10 +541,8 @@ class Loop:
             return
         observation.fusing_refusal = _IN_STEP if self._in_step else self._updates.fusing_refusal()
         observation.may_round = self.cut_ops.has_run
-        if observation.effect:
-            self.pieces.refuse(observation.effect)
-            if observation.way is not None and observation.way["kind"] == "micro_batch":
-                return  # it is recorded whole next
+        if observation.effect and not self._may_stay(observation):
+            return  # it is recorded whole next
         if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
             self._undoes = self._looks_again = True
             if not running.undoes:
@@ -619,10 +628,12 @@ class Loop:
         within = self._room.within(self._budget)
         made = step.plan(within, outside, observation.passing)
         nearer = comes_nearer(made, planned.plan)
-        is_cast = step.way is ACTION
-        if is_cast:
+        kind = step.way["kind"] if step.way is not None else ""
+        if step.way is ACTION:
             self._casting.planned(nearer=nearer)
-        if nearer or (self.pieces.refusal and not is_cast):
+        elif kind == SLICES:
+            self._slices.planned(nearer=nearer)
+        if nearer or (self.pieces.refusal and kind in ("", "micro_batch")):
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
@@ -636,7 +647,21 @@ class Loop:
 
     def _asks_for_more(self, key: Key) -> bool:
         """Whether a step is to be recorded once more, in another way."""
-        return self._casting.asks or self.pieces.asks_for_more(key)
+        return self._casting.asks or self._slices.asks or self.pieces.asks_for_more(key)
+
+    def _way(self, key: Key) -> dict[str, Any] | None:
+        """The action by which a step is to be recorded; ``None`` for as it is."""
+        return self._casting.wants(self.device) or self.pieces.wants(key) or self._slices.wants()
+
+    def _may_stay(self, observation: Observation) -> bool:
+        """Whether a step whose effect is another in pieces or slices was recorded in neither."""
+        kind = observation.way["kind"] if observation.way is not None else ""
+        if kind == SLICES:
+            self._slices.refuse(observation.effect)
+            self._looks_again = True  # pieces of the batch may do
+        else:
+            self.pieces.refuse(observation.effect)
+        return kind not in ("micro_batch", SLICES)
 
     def _recorded(self, observation: Observation) -> RecordedStep:
         step = RecordedStep(observation, next(iter(self.models)), self._request)
@@ -648,13 +673,14 @@ class Loop:
         """Have a step that does not fit recorded in another way, where one may help."""
         if call.is_use:
             return  # of a call, which there is not
-        if self._casting.consider(made, self.device):
+        if self._slices.consider(planned) or self._casting.consider(made, self.device):
             return
         with self._checkpoints.unseen():
             key, module = call.key, call.module
             self.pieces.planned(planned, made, pieces, key, module, call.inputs)
         if not planned.plan.fits:
-            self.notes.update(dict.fromkeys([*self._casting.notes(), *self.pieces.notes()]))
+            notes = (*self._casting.notes(), *self._slices.notes(), *self.pieces.notes())
+            self.notes.update(dict.fromkeys(notes))
 
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None

@@ -134,6 +134,7 @@ class ObservedPass(Pass):
         way: dict[str, Any] | None = None,
         budget_bytes: int = 0,
         folder: str = "",
+        inside: contextlib.AbstractContextManager[None] | None = None,
     ) -> None:
         """Begin to record.
 
@@ -142,10 +143,11 @@ class ObservedPass(Pass):
             root: The model.
             call: What is about to be called in it.
             optimizers: The optimizers known to update it.
-            way: The action by which it is to run: on pieces of the model's batch, or under
-                autocast; ``None`` for as it is.
+            way: The action by which it is to run: on pieces of the model's batch, with its loss in
+                slices, or under autocast; ``None`` for as it is.
             budget_bytes: What it may take; 0 where that is not known.
             folder: Where saved tensors go meanwhile; empty for that of temporary files.
+            inside: What its forward runs inside instead of a way.
         """
         super().__init__(device)
         self.effect = ""
@@ -153,10 +155,10 @@ class ObservedPass(Pass):
         self._called, self._key = call.path, call.key
         self._executor = Executor(
             {"actions": [way] if way else []},
-            Subject(weakref.ref(root), called=weakref.ref(call.module)),
+            Subject(weakref.ref(root), called=weakref.ref(call.module), warn=False, twice=True),
         )
         self._in_way = contextlib.ExitStack()
-        self._in_way.enter_context(self._executor.forward())
+        self._in_way.enter_context(inside or self._executor.forward())
         self._recording: StepRecording | None = StepRecording(
             root, call.inputs, optimizers, device.type, budget_bytes, folder, learns=self.learns
         )

@@ -256,7 +256,13 @@ class Placing:
         of = None if called is None else weakref.ref(called)
         left_out = not_called if strays and called is None else ()
         subject = Subject(
-            self._root, optimizer, strays_to=strays, warn=False, called=of, not_called=left_out
+            self._root,
+            optimizer,
+            strays_to=strays,
+            warn=False,
+            called=of,
+            twice=True,
+            not_called=left_out,
         )
         if held is None or held.subject != subject:
             said = plan.as_dict()

@@ -67,7 +67,7 @@ class RecordedStep:
             empty otherwise.
         may_round: Whether ops of it ran in pieces, which may change rounding.
         way: The action by which the step ran, part of every plan: the model on pieces of its batch,
-            or all under autocast; ``None`` where it ran as it is.
+            the loss in slices, or all under autocast; ``None`` where it ran as it is.
         gradients_wait: Whether plans count on gradients of the step before to be in files until
             the script drops them, which it does before backward.
     """
@@ -202,6 +202,15 @@ class RecordedStep:
         if self._native is None:
             self._native = _native_trace(self._json)
         return self._native
+
+    def ways(self) -> list[dict[str, Any]]:
+        """The ways of running it in slices that are worth a recording each."""
+        return self._trace().ways()
+
+    def classes_to_slice(self) -> int:
+        """Classes of a loss that may be worth slices; 0 without one."""
+        losses = (way.get("chunk", {}).get("loss") for way in self.ways())
+        return max((loss["classes"] for loss in losses if loss), default=0)
 
     def forbid(self, kind: str) -> None:
         """Leave a technique out of plans from now on.

@@ -37,15 +37,18 @@ class Wanted:
         Args:
             result: What it returned.
         """
-        for leaf in tree_leaves(result):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            # What is written to a view replaces the view's node, and leaves that of its base.
-            base = leaf._base if leaf._is_view() else None
-            node = (None if base is None else graph_of(base)) or graph_of(leaf)
-            if node is not None:
-                mark = node.metadata.setdefault(_KEY, _Mark())
-                self._marks.append(weakref.ref(mark))
+        with torch._C.DisableTorchFunction():  # what stands for logits would make them
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._mark(leaf)
+
+    def _mark(self, leaf: torch.Tensor) -> None:
+        # What is written to a view replaces the view's node, and leaves that of its base.
+        base = leaf._base if leaf._is_view() else None
+        node = (None if base is None else graph_of(base)) or graph_of(leaf)
+        if node is not None:
+            mark = node.metadata.setdefault(_KEY, _Mark())
+            self._marks.append(weakref.ref(mark))
 
     def is_nothing(self) -> bool:
         """Whether every graph that was returned is gone; not where none was seen."""

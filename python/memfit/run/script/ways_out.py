@@ -13,6 +13,7 @@ from memfit import _native
 from memfit.answers import Plan
 from memfit.run.script.planned_step import PlannedStep, comes_nearer
 from memfit.run.script.request import EQUIVALENT, FitRequest
+from memfit.run.script.slices import KIND as SLICES
 
 _LOWER = 0.98
 """A way is named where it lowers the peak to this part."""
@@ -67,6 +68,10 @@ def offers(
     options = request.options
     if options.promise == "exact" and "micro_batch" not in options.forbid:
         found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
+    if options.promise == "exact" and SLICES not in options.forbid:
+        classes = planned.step.classes_to_slice()
+        what = f"compute its loss over {classes:,} classes in slices: not tried"
+        found += [f"`{EQUIVALENT}` may {what}"] if classes else []
     return found
 
 

@@ -1,0 +1,206 @@
+"""``memfit run --allow equivalent``: losses over many classes in slices, in the script's loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from ran import Ran, inline
+
+HEAD = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    torch.manual_seed(0)
+    classes, width, items, length = 8000, 64, 8, 64
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(classes, width)
+            self.body = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+            self.head = nn.Linear(width, classes, bias=False)
+
+        def forward(self, tokens):
+            hidden = self.embed(tokens)
+            return self.head(hidden + self.body(hidden))
+
+    def loss_of(model, tokens):
+        logits = model(tokens[:, :-1])
+        return F.cross_entropy(logits.reshape(-1, classes), tokens[:, 1:].reshape(-1))
+
+    def train(model, loss_of=loss_of, steps=5):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        for step in range(steps):
+            tokens = torch.randint(0, classes, (items, length + 1))
+            optimizer.zero_grad()
+            loss = loss_of(model, tokens)
+            loss.backward()
+            optimizer.step()
+            print(f"{loss.item():.4f}")
+        print(f"{sum(p.double().square().sum().item() for p in model.parameters()):.1f}")
+"""
+# Of 512 rows: logits of 15.6 MiB, held three times; parameters, gradients and momentum of 12.
+TIGHT, LESS, WHOLE = "36MiB", "53MiB", "60MiB"
+
+
+def allowed(tmp_path: Path, budget: str, code: str, *options: str) -> Ran:
+    fitting = ("--allow", "equivalent", *options)
+    return inline(tmp_path, budget, dedent(HEAD) + dedent(code), fitting=fitting)
+
+
+def actions_of(ran: Ran) -> set[str]:
+    return {action["kind"] for loop in ran.loops for action in loop["plan"]["actions"]}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_loss_runs_in_slices_from_the_first_step_on(tmp_path: Path):
+    ran = allowed(tmp_path, TIGHT, "train(Net())")
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "chunk" in actions_of(ran)
+    assert loop["observed"]["steps"] == 1
+    predicted, measured = loop["plan"]["predicted_peak_bytes"], loop["planned"]["peak_bytes"]
+    assert predicted - (1 << 20) <= measured <= predicted
+    assert "rounding may differ" in ran.stderr
+    assert "computed in up to 32 slices" in ran.stderr
+
+
+def test_where_whole_logits_fit_while_recorded_they_are_first(tmp_path: Path):
+    ran = allowed(tmp_path, LESS, "train(Net())")
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "chunk" in actions_of(ran)
+    assert loop["observed"]["steps"] == 2
+    assert loop["plan"]["unplanned_peak_bytes"] > loop["plan"]["budget_bytes"]
+
+
+def test_a_budget_that_whole_logits_keep_leaves_them_whole(tmp_path: Path):
+    ran = allowed(tmp_path, WHOLE, "train(Net())")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "chunk" not in actions_of(ran)
+
+
+def test_what_is_forbidden_or_exact_stays_whole_and_is_offered(tmp_path: Path):
+    ran = allowed(tmp_path, LESS, "train(Net())", "--forbid", "chunk")
+    assert "chunk" not in actions_of(ran)
+    (tmp_path / "exact").mkdir()
+    exact = inline(tmp_path / "exact", LESS, dedent(HEAD) + "train(Net())")
+    (loop,) = exact.loops
+    assert "chunk" not in actions_of(exact)
+    assert any("compute its loss over 8,000 classes in slices" in it for it in loop["notes"])
+
+
+def test_a_script_that_looks_at_its_logits_gets_them_whole(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        def with_accuracy(model, tokens):
+            logits = model(tokens[:, :-1]).reshape(-1, classes)
+            print((logits.argmax(-1) == tokens[:, 1:].reshape(-1)).sum().item())
+            return F.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+
+        train(Net(), with_accuracy)
+        """,
+    )
+    (loop,) = ran.loops
+    assert "chunk" not in actions_of(ran)
+    assert any("it used the logits whole, in `argmax`" in note for note in loop["notes"]), loop
+
+
+@pytest.mark.parametrize("budget", [TIGHT, LESS])
+def test_a_loss_in_the_model_over_a_tied_weight_and_accumulated_gradients(
+    tmp_path: Path, budget: str
+):
+    ran = allowed(
+        tmp_path,
+        budget,
+        """
+        class Tied(Net):
+            def __init__(self):
+                super().__init__()
+                self.head.weight = self.embed.weight
+
+            def forward(self, tokens, labels):
+                logits = super().forward(tokens).float()
+                labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+                loss = F.cross_entropy(
+                    logits.view(-1, classes), labels.view(-1), ignore_index=-100,
+                    label_smoothing=0.1,
+                )
+                return {"loss": loss, "logits": logits}
+
+        model = Tied()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for step in range(5):
+            for _ in range(2):
+                tokens = torch.randint(0, classes, (items, length))
+                tokens[:, 50:] = -100 if step % 2 else 7
+                out = model(tokens.clamp(min=0), labels=tokens)
+                print(out["logits"].shape, f"{out['loss'].item():.2f}")
+                (out["loss"] / 2).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            print(f"{norm.item():.3f}")
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        print(f"{sum(p.double().square().sum().item() for p in model.parameters()):.1f}")
+        """,
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "chunk" in actions_of(ran)
+
+
+def test_other_lengths_are_foreseen(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        lengths = iter([64, 48, 32, 56, 40, 60, 36])
+
+        def loss_of_some(model, tokens):
+            return loss_of(model, tokens[:, : next(lengths) + 1])
+
+        train(Net(), loss_of_some, steps=7)
+        """,
+    )
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "chunk" in actions_of(ran)
+    assert loop["observed"]["steps"] <= 3
+
+
+def test_evaluations_and_modes_of_the_scripts_see_what_they_would(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        from torch.overrides import TorchFunctionMode
+
+        class Names(TorchFunctionMode):
+            names = []
+
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                self.names.append(getattr(func, "__name__", ""))
+                return func(*args, **(kwargs or {}))
+
+        model = Net()
+        train(model, steps=3)
+        with torch.no_grad():
+            print(model(torch.arange(10)[None]).argmax(-1).shape)
+        with Names():
+            train(model, steps=2)
+        count = len(Names.names)
+        torch.ones(3).exp()
+        print(count == len(Names.names))
+        """,
+    )
+    assert "chunk" in actions_of(ran)
