@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.capture import record
+from memfit.capture.probe.scratch_ops import takes_scratch
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
 from memfit.workload import Workload
@@ -96,6 +97,16 @@ def wide():
 @pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
 def test_products_of_short_floats(short):
     assert agree(Workload(*wide(), autocast=short))
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+def test_products_of_short_floats_are_probed_where_onednn_multiplies_them(short):
+    name = "bf16" if short is torch.bfloat16 else "fp16"
+    is_known = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
+    rows, columns = torch.ones(8, 8, dtype=short), torch.ones(8, 8, dtype=short).t()
+    products = {"mm": (rows, columns), "addmm": (rows, rows, columns)}
+    for product, args in products.items():
+        assert takes_scratch(f"aten.{product}.default", args, {}) == is_known
 
 
 def test_products_that_may_be_rounded():

@@ -161,10 +161,9 @@ _MATRIX_PRODUCTS = frozenset({"addbmm", "addmm", "addmv", "baddbmm", "bmm", "mm"
 
 oneDNN multiplies floats of 16 bits where the processor knows them, and those of 32 where they may
 be rounded (``aten/src/ATen/native/mkldnn/Matmul.cpp``). A processor without tiles of its own packs
-the matrices first and sums in 32 bits beside the result.
+the matrices first and sums in 32 bits beside the result. One that does not know them takes nothing
+beside the result, and up to forty times as long: a probe of GPT-2's logits would take minutes.
 """
-
-_SHORT_FLOATS = frozenset({torch.bfloat16, torch.float16})
 
 _UNROUNDED = frozenset({"ieee", "none"})
 """Settings of ``torch.backends.mkldnn.matmul.fp32_precision`` that leave floats of 32 bits alone;
@@ -272,7 +271,17 @@ def _may_be_packed(tensors: list[Tensor]) -> bool:
     types = {tensor.dtype for tensor in tensors}
     onednn: Any = torch.backends.mkldnn  # a module in name alone: types do not know its parts
     rounded = onednn.matmul.fp32_precision not in _UNROUNDED
-    return not types.isdisjoint(_SHORT_FLOATS) or (rounded and torch.float32 in types)
+    return not types.isdisjoint(_short_floats()) or (rounded and torch.float32 in types)
+
+
+@cache
+def _short_floats() -> frozenset[torch.dtype]:
+    """Floats of 16 bits that oneDNN multiplies on this processor."""
+    known = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return frozenset(short for short, is_known in known.items() if is_known())
 
 
 def _is_float_number(value: Any) -> bool:
