@@ -93,7 +93,7 @@ def test_an_exact_plan_says_nothing_of_it():
     assert found.approximation is None
 
 
-@pytest.mark.parametrize("max_error", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("max_error", [0.0, -1.0, math.nan, math.inf, "10%"])
 def test_a_bound_that_is_none_is_refused(max_error):
     with pytest.raises(UsageError, match="is no part of anything"):
         memfit.verify(tanh_layers(), "80%", max_error=max_error)

@@ -120,6 +120,7 @@ def test_this_machine_has_a_profile():
     assert profile["name"]
     assert profile["flops_per_second"]["float32"] > 1e8
     assert profile["flops_per_second"]["bfloat16"] > 1e6
+    assert profile["flops_per_second"]["float16"] > 1e6
     assert profile["bytes_per_second"] > 1e8
     assert 1e-8 < profile["op_overhead_seconds"] < 1e-3
 

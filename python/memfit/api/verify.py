@@ -63,8 +63,9 @@ def verify(
         raise UsageError("give a `budget`, or a `plan` of eager steps to verify")
     if steps < 1:
         raise UsageError(f"`steps={steps}`: at least one step is timed")
-    if max_error is not None and not 0 < max_error < float("inf"):
-        raise UsageError(f"`max_error={max_error}` is no part of anything: write `0.1` for 10 %")
+    is_part = isinstance(max_error, (int, float)) and 0 < max_error < float("inf")
+    if max_error is not None and not is_part:
+        raise UsageError(f"`max_error={max_error!r}` is no part of anything: write `0.1` for 10 %")
     chosen = Options.of(options, **keywords)
     within = "" if budget is None else step_budget(budget)
     if callable(subject) and not isinstance(subject, nn.Module):

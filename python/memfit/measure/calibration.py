@@ -22,6 +22,11 @@ _SECONDS_EACH = 0.15
 """Time given to each measurement; the fastest run counts."""
 _SECONDS_BRIEFLY = 0.02
 """Time given to what few plans ask for."""
+_TYPES = {
+    torch.float32: _SECONDS_EACH,
+    torch.bfloat16: _SECONDS_EACH,
+    torch.float16: _SECONDS_BRIEFLY,
+}
 
 
 def calibrate(device: str = "cpu") -> dict[str, Any]:
@@ -37,8 +42,8 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
     place = torch.device(device)
     with torch.no_grad():
         flops = {
-            str(dtype).removeprefix("torch."): _matrix_rate(dtype, place)
-            for dtype in (torch.float32, torch.bfloat16)
+            str(dtype).removeprefix("torch."): _matrix_rate(dtype, place, seconds)
+            for dtype, seconds in _TYPES.items()
         }
         flops.update(_eight_bit_rate(place))
         return {
@@ -72,15 +77,14 @@ def _fastest(
     return max(best, 1e-9)
 
 
-def _matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
+def _matrix_rate(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
     """Floating-point operations per second of a square product; smaller where the type is slow."""
     size = _MATRIX if device.type == "cpu" else 8 * _MATRIX
     trial: Tensor = torch.ones(size // 8, size // 8, dtype=dtype, device=device)
-    seconds = _fastest_once(trial, device)
-    if seconds * 8**3 > _SECONDS_EACH:
+    if _fastest_once(trial, device) * 8**3 > _SECONDS_EACH:
         size //= 4
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    return 2 * size**3 / _fastest(lambda: matrix @ matrix, device)
+    return 2 * size**3 / _fastest(lambda: matrix @ matrix, device, seconds)
 
 
 def _eight_bit_rate(device: torch.device) -> dict[str, float]:
