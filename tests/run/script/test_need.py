@@ -14,7 +14,7 @@ from memfit.run.script.planned_step import PlannedStep
 
 def planned(predicted: int, recorded: int) -> Any:
     """A step within 1,000 bytes."""
-    plan = SimpleNamespace(
+    plan: Any = SimpleNamespace(
         fits=predicted <= 1000,
         budget_bytes=1000,
         planned=SimpleNamespace(predicted_peak_bytes=predicted),
@@ -22,7 +22,7 @@ def planned(predicted: int, recorded: int) -> Any:
     step: Any = None
     return PlannedStep(
         (), step, plan, 1, undoes=False, outside_bytes=0, recorded_peak_bytes=recorded
-    )  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(
