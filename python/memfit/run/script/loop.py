@@ -32,6 +32,7 @@ from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
+from memfit.run.script.forbidden import ForbiddenTechniques
 from memfit.run.script.lean_backward import LeanBackward
 from memfit.run.script.lean_ops import LeanWay
 from memfit.run.script.lease import Room
@@ -67,10 +68,7 @@ _RESERVE = 1 / 64
 MAX_REPLANS = 3
 """Times a step is planned again because the script holds more besides."""
 
-_PARAMETERS = "offload_parameters"
-_FUSE = "fuse_optimizer"
 _IN_STEP = "the optimizer calls the model in its step (a closure)"
-_RIVAL = "the optimizer stays out of backward: there is another one, which has not stepped yet"
 
 
 class Loop:
@@ -169,11 +167,12 @@ class Loop:
         self._kept: tuple[Key, Observation] | None = None
         self._pending: tuple[Key, Observation] | None = None
         self.recordings = Recordings()
-        self._without = [_PARAMETERS] if are_lent(root) else []
+        self._forbidden = ForbiddenTechniques(
+            self.plans, self._plan_changed, are_parameters_lent=are_lent(root)
+        )
         self._latest: PlannedStep | None = None
         self.partners = weakref.WeakSet[nn.Module]()
         self._outside = Outside(self.device)
-        self._leave: tuple[str, str] | None = None
         self._updates = StepUpdates(
             request, lambda: room.within(self._budget), self._choose_place, self._note_aloud
         )
@@ -264,7 +263,7 @@ class Loop:
         if self._request.options.promise != "exact":
             return self.pieces.evaluation(key, call.module, call.inputs, live, budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
-        if not budget or in_step or not is_tight or "offload_parameters" in self._without:
+        if not budget or in_step or not is_tight or not self._forbidden.may_offload_parameters:
             return contextlib.nullcontext()
         placed = self.placing.for_evaluation(key, self.evaluations)
         return self.evaluations.running(key, placed, budget)
@@ -281,7 +280,7 @@ class Loop:
         planned = self.placing.executor if isinstance(running, PlannedPass) else None
         left = self._updates.backward_begins(planned)
         if left:
-            self._leave = (_FUSE, f"the optimizer stays out of backward: {left}")
+            self._forbidden.keep_updates_out_of_backward(left)
 
     def backward_ended(self) -> None:
         """Backward has run."""
@@ -330,7 +329,7 @@ class Loop:
     def compiled_runs(self) -> None:
         """Something compiled runs in the script, in this loop or elsewhere."""
         if self._updates.compiled_runs():
-            self._leave = (_FUSE, "")
+            self._forbidden.keep_updates_out_of_backward()
 
     def begin(
         self, call: Call, optimizers: Iterable[Optimizer], *, in_closure: bool = False
@@ -352,20 +351,16 @@ class Loop:
         own = self.placing.planned_with(optimizers)
         self._updates.require_none_waiting()
         try:
-            if self.has_rival and self.plans and _FUSE not in self._without:
-                self._plan_without(_FUSE, _RIVAL)
-            leave, self._leave = self._leave, None
-            if leave is not None:
-                self._plan_without(*leave)
+            self._forbidden.pass_begins(has_rival=self.has_rival)
             if self._must_plan_first():
                 self._plan_pending(self._outside_bytes(call, own), call)
             if self._must_observe(call.key):
                 return self._observe(call.key, call, own)
             return self._run(call, own, waiting)
         except MemfitError as error:
-            if isinstance(error, UsageError) and self._offloads_parameters():
+            if isinstance(error, UsageError) and self._forbidden.plans_offload_parameters:
                 # As where the script has an array of a parameter's memory by now.
-                self._leave = (_PARAMETERS, f"parameters stay in memory: {first_line(error)}")
+                self._forbidden.keep_parameters(first_line(error))
                 return self.begin(call, optimizers, in_closure=in_closure)
             self.refuse(f"it cannot be planned: {error}")
             return Pass(self.device)
@@ -374,7 +369,7 @@ class Loop:
         """Begin a pass by a plan, or as it was recorded."""
         key = call.key
         # Before memory is counted: what is offloaded takes none.
-        self._leave_views(self.placing.pass_begins(own, waiting))
+        self._forbidden.views_live_on(self.placing.pass_begins(own, waiting))
         outside = self._outside_bytes(call, own)
 
         def place(plan: Plan) -> Executor:
@@ -402,12 +397,6 @@ class Loop:
             planned.pass_begins(self._outside.held_bytes)
         self._latest = planned
         return self._run_planned(key, planned, planned.executor, call.inputs)
-
-    def _offloads_parameters(self) -> bool:
-        """Whether a plan does, and none was left for that."""
-        plans = (it for step in self.plans for it in (step, step.lowest) if it is not None)
-        kinds = {action.kind for it in plans for action in it.plan.actions}
-        return _PARAMETERS not in self._without and _PARAMETERS in kinds
 
     def _under_others(self) -> str:
         """What of the script's own the pass stands on, as a clause, which is noted; else empty."""
@@ -488,24 +477,8 @@ class Loop:
             executor.remat.leave("it is called in another mode than any step that was recorded")
         return running
 
-    def _leave_views(self, names: list[str]) -> None:
-        """Plan for parameters in memory once views live on of some that were elsewhere.
-
-        It may read them at any moment, and nothing tells of that.
-        """
-        if names:
-            self._plan_without(
-                _PARAMETERS,
-                f"parameters stay in memory: a view of `{names[0]}` lives on, in a variable or in "
-                "the graph of a value that the script keeps",
-            )
-
-    def _plan_without(self, kind: str, note: str) -> None:
-        """Plan all steps again without a technique that has turned out not to do."""
-        self._without.append(kind)
-        changed = self.plans.forbid(kind)
-        if not changed:
-            return
+    def _plan_changed(self, changed: Iterable[PlannedStep], note: str) -> None:
+        """Plan steps again whose plans have a technique that is forbidden now."""
         self.placing.leave_plan()
         if note:
             self.notes[note] = None
@@ -665,8 +638,7 @@ class Loop:
 
     def _recorded(self, observation: Observation) -> RecordedStep:
         step = RecordedStep(observation, next(iter(self.models)), self._request)
-        for kind in self._without:
-            step.forbid(kind)
+        self._forbidden.apply_to(step)
         return step
 
     def _consider_ways(self, planned: PlannedStep, made: Plan, pieces: int, call: Call) -> None:
