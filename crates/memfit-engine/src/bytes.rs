@@ -137,7 +137,7 @@ impl BudgetError {
 /// How budgets are written.
 const FORMS: &str = "write bytes (3221225472), 3GiB, 800MiB, 2GB or 60%";
 
-/// A bare number below is no budget of a step: whoever wrote it meant another unit.
+/// A bare number below is no budget of a step: another unit was meant.
 const FEWEST_BARE_BYTES: u64 = 1024;
 
 impl Budget {

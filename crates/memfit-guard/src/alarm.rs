@@ -1,6 +1,6 @@
 //! When somebody wants to look at what is live, because it has risen.
 //!
-//! Who holds a block can be found out only while it lives. So whoever wants to say later what was
+//! Who holds a block can be found out only while it lives. So to say later what was
 //! live at a peak sets this alarm: it rings at the first allocation that comes past the bounds, once,
 //! and is then silent until it is set again.
 //!
@@ -42,7 +42,7 @@ impl Bounds {
     }
 }
 
-/// How long it is silent where nobody could look.
+/// How long it is silent where no look was possible.
 const DELAY: Duration = Duration::from_millis(20);
 
 /// The alarm of one process.
@@ -85,7 +85,7 @@ impl Alarm {
         false
     }
 
-    /// Sets it again as it was when it rang, to ring after a while: nobody could look.
+    /// Sets it again as it was when it rang, to ring after a while: no look was possible.
     pub(crate) fn put_off(&mut self) {
         if let (None, Some(passed)) = (self.bounds, self.passed) {
             self.bounds = Some(Bounds {

@@ -77,7 +77,7 @@ pub(crate) fn give_back(bytes: u64) {
     HELD.fetch_sub(bytes, Ordering::Release);
 }
 
-/// Bytes of blocks from before counting began: nobody could refuse them.
+/// Bytes of blocks from before counting began: they could not be refused.
 pub(crate) fn seeded(bytes: u64) {
     HELD.fetch_add(bytes, Ordering::SeqCst);
 }

@@ -12,7 +12,7 @@ use serde::{Serialize, Serializer};
 #[serde(rename_all = "snake_case")]
 #[repr(u8)]
 pub enum Category {
-    /// Whatever nobody has named.
+    /// What has not been named.
     #[default]
     Other,
     /// A parameter of a module or of an optimizer.

@@ -72,7 +72,7 @@ pub(crate) static NEXT_MEMALIGN: AtomicUsize = AtomicUsize::new(0);
 /// The same for `free`.
 pub(crate) static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
 
-/// Called when the alarm has rung, on the thread that allocates; zero for nobody.
+/// Called when the alarm has rung, on the thread that allocates; zero for none.
 pub(crate) static WAKE: AtomicUsize = AtomicUsize::new(0);
 
 /// Least that is cut off a kept block at once.
@@ -139,8 +139,8 @@ pub(crate) unsafe extern "C" fn memalign(
         Err(Unwritten) => {
             budget::give_back(taking_bytes);
             if budget::is_on() {
-                // Nobody would know when it goes.
-                // SAFETY: just handed out, and nobody else has it.
+                // There would be no telling when it goes.
+                // SAFETY: just handed out, and nothing else has it.
                 unsafe { next_free(pointer) };
                 return libc::ENOMEM;
             }
@@ -203,7 +203,7 @@ fn reuse(bytes: usize, alignment: usize, taking_bytes: u64) -> Option<usize> {
     Some(block.address)
 }
 
-/// Wakes whoever wants to look.
+/// Calls what was set to look.
 #[expect(
     unsafe_code,
     reason = "calls a function whose address was kept as a number"
@@ -227,7 +227,7 @@ pub(crate) fn make_room() {
     }
 }
 
-/// Frees the kept block that nobody has asked for longest; whether there was one.
+/// Frees the kept block that was asked for longest ago; whether there was one.
 pub(crate) fn free_oldest() -> bool {
     free_from_oldest(u64::MAX)
 }

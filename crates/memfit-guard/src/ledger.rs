@@ -30,7 +30,7 @@ struct Block {
     owner: Owner,
 }
 
-/// Names who holds a block, in numbers that the one who labels keeps; 0 is nobody.
+/// Names who holds a block, in numbers that the one who labels keeps; 0 names no holder.
 pub type Owner = u32;
 
 /// A block that was live at the peak of some window and is no more.

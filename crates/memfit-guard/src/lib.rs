@@ -364,7 +364,7 @@ mod counting {
         budget::held_bytes()
     }
 
-    /// How much of all blocks, the kept ones included, is in memory: pages that nobody has touched are not.
+    /// How much of all blocks, the kept ones included, is in memory: untouched pages are not.
     #[must_use]
     pub fn resident_bytes() -> u64 {
         let (live, kept) = {

@@ -20,7 +20,7 @@ pub(crate) fn mapped_block(bytes: usize, alignment: usize) -> *mut c_void {
         // SAFETY: glibc writes the block's size and flags before it; 2 is `IS_MMAPPED` in its `malloc.c`.
         if unsafe { pointer.cast::<usize>().sub(1).read() } & 2 != 0 {
             for pointer in from_heap {
-                // SAFETY: handed out above, and nobody else has it.
+                // SAFETY: handed out above, and nothing else has it.
                 unsafe { libc::free(pointer) };
             }
             return pointer;

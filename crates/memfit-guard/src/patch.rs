@@ -130,7 +130,7 @@ pub(crate) fn is_intact(slots: &[Slot]) -> bool {
 
 /// Called by the dynamic linker for each loaded library.
 unsafe extern "C" fn visit(info: *mut dl_phdr_info, _: usize, data: *mut c_void) -> c_int {
-    // SAFETY: `data` is the library that `patch` handed over, and nobody else uses it meanwhile.
+    // SAFETY: `data` is the library that `patch` handed over, and nothing else uses it meanwhile.
     let library = unsafe { &mut *data.cast::<Library>() };
     // SAFETY: the linker hands over a valid description.
     let info = unsafe { &*info };

@@ -34,7 +34,7 @@ const MREMAP_DONTUNMAP: c_int = 4;
 /// own, of exactly so many bytes. Another C library's blocks may not.
 pub(crate) fn mapping(address: usize, taken_bytes: u64) -> Option<(usize, usize)> {
     let start = address - address % page_bytes();
-    // SAFETY: a block of the C library, which nobody frees meanwhile.
+    // SAFETY: a block of the C library, which is not freed meanwhile.
     let usable_bytes = unsafe { libc::malloc_usable_size(address as *mut c_void) };
     let end = address.checked_add(usable_bytes)?;
     ((end - start) as u64 == taken_bytes).then_some((start, end))

@@ -57,7 +57,7 @@ mod tests {
     fn pages_count_from_when_they_are_touched() {
         let page = page_bytes();
         let size = 9000 * page;
-        // So large a block is a mapping of its own, with pages that nobody has touched.
+        // So large a block is a mapping of its own, with untouched pages.
         let mut block: Vec<u8> = Vec::with_capacity(size);
         let address = block.as_ptr() as usize;
         let untouched = of(address, size);

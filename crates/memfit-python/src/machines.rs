@@ -26,7 +26,7 @@ fn locked<M>(machine: &Mutex<M>) -> MutexGuard<'_, M> {
     machine.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A conversation about the plan of one step; it asks, and whoever holds it answers.
+/// A conversation about the plan of one step; it asks, and its caller answers.
 #[pyclass(frozen, module = "memfit._native")]
 pub(crate) struct PlanSession(Mutex<plan::PlanSession>);
 

@@ -17,7 +17,7 @@ use pyo3::types::PyCapsule;
 use crate::functions::{functions, methods};
 use crate::signals::waiting;
 
-/// What `DLPack` calls a capsule whose tensor nobody has taken yet.
+/// What `DLPack` calls a capsule whose tensor has not been taken yet.
 const NOT_TAKEN: &CStr = c"dltensor";
 
 functions! {
@@ -39,7 +39,7 @@ methods! { impl ParkedMemory {
         let tensors = tensors.into_iter().map(Tensor::from).collect();
         #[expect(unsafe_code, reason = "an address is the caller's word")]
         // SAFETY: storages made of the address hold this object, so the memory outlives them. While `park` and `wake`
-        // run, Python lets nobody reach those storages: it has put classes before the tensors that refuse every use,
+        // run, Python lets nothing reach those storages: it has put classes before the tensors that refuse every use,
         // and counted that there are no others. `Parking` shows files that have no name and that it never writes to
         // again.
         Self(unsafe { Parking::map(length, tensors, &folder, source.as_deref(), allow_memory) }?)
@@ -99,7 +99,7 @@ methods! { impl ParkedCudaMemory {
 #[expect(unsafe_code, reason = "a capsule around a C structure")]
 fn in_capsule(py: Python<'_>, tensor: NonNull<ManagedTensor>) -> PyResult<Py<PyCapsule>> {
     let let_go = Some(let_go_unless_taken as ffi::PyCapsule_Destructor);
-    // SAFETY: the structure is DLPack's, as the name says; it is let go by whoever takes it, who gives the capsule another
+    // SAFETY: the structure is DLPack's, as the name says; it is let go by its taker, which gives the capsule another
     // name, or else by the capsule's destructor.
     let capsule =
         unsafe { PyCapsule::new_with_pointer_and_destructor(py, tensor.cast(), NOT_TAKEN, let_go) };

@@ -46,9 +46,9 @@ impl FromPyObject<'_, '_> for Written {
     #[expect(unsafe_code, reason = "an address is the caller's word")]
     fn extract(object: Borrowed<'_, '_, PyAny>) -> Result<Self, Failure> {
         let (address, length) = object.extract()?;
-        // SAFETY: as for `Read`, and nobody else uses that memory before the call, or the transfer, has ended: it is of a
-        // tensor that nobody has yet, of a parameter while its optimizer updates it, or the executor's own. No two
-        // arguments of a call share memory.
+        // SAFETY: as for `Read`, and nothing else uses that memory before the call, or the transfer, has ended: it is
+        // of a tensor that was not handed out yet, of a parameter while its optimizer updates it, or the executor's
+        // own. No two arguments of a call share memory.
         Ok(Self(unsafe { LentBytesMut::new(address, length) }?))
     }
 }

@@ -102,7 +102,7 @@ impl Driver {
 
 fn memory(device: &nvml_wrapper::Device<'_>) -> Option<Memory> {
     let memory = device.memory_info().ok()?;
-    // What NVML calls used is without the driver's reserve, which nobody else can have either.
+    // What NVML calls used is without the driver's reserve, which no other process can have either.
     Some(Memory {
         total_bytes: memory.total,
         used_bytes: memory.total.saturating_sub(memory.free),
@@ -133,9 +133,9 @@ pub struct Room {
     pub device: String,
     /// What its maker calls it; empty for the host.
     pub name: String,
-    /// All of it; absent where nobody tells.
+    /// All of it; absent where it is unknown.
     pub total_bytes: Option<u64>,
-    /// What nobody uses now; absent where nobody tells.
+    /// What is free now; absent where it is unknown.
     pub free_bytes: Option<u64>,
     /// What the broker has granted; absent where none runs, or where it grants nothing of this one.
     pub granted_bytes: Option<u64>,

@@ -68,7 +68,7 @@ impl Failure {
         match self {
             Self::Interrupted => Exit::Interrupted,
             Self::Internal(_) => Exit::Internal,
-            // Whoever reads our output has seen enough: that is no failure.
+            // The reader of our output has seen enough: that is no failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => Exit::Done,
             Self::Usage { .. } | Self::Output(_) => Exit::Usage,
             Self::Host(error) => match error.kind {

@@ -82,7 +82,7 @@ pub struct Pruning {
 
 /// The side that can build a model and run it.
 ///
-/// What it answers as a [`Value`] is read by whoever asks: an answer that cannot be read is a bug in memfit.
+/// What it answers as a [`Value`] is read by the caller: an answer that cannot be read is a bug in memfit.
 pub trait Host {
     /// Has every build from now on make the weights for real, however much memory there is.
     ///

@@ -147,7 +147,7 @@ impl Session<'_> {
         target: &Target,
         recorded: &mut Recorded,
     ) -> Result<(), Failure> {
-        // Whoever reads the trace may cut the batch in any of them.
+        // A reader of the trace may cut the batch in any of them.
         let ways = plan::ways_without_leave(&recorded.trace).into_iter();
         let asked: Vec<_> = ways.map(Asked::from).collect();
         match target {

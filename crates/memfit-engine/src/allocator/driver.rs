@@ -40,7 +40,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device that nobody else uses, with ascending addresses.
+    /// A device that no other process uses, with ascending addresses.
     #[must_use]
     pub fn new(total_bytes: u64) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl Driver {
         self.used_bytes = self.used_bytes.saturating_add(bytes);
     }
 
-    /// Bytes that nobody holds (`cudaMemGetInfo`).
+    /// Free bytes (`cudaMemGetInfo`).
     pub(super) fn free_bytes(&self) -> u64 {
         if self.never_refuses {
             return u64::MAX;

@@ -13,7 +13,7 @@ pub struct OutOfMemory {
     pub segment_bytes: u64,
     /// The device's memory.
     pub total_bytes: u64,
-    /// What nobody holds of it.
+    /// What of it is free.
     pub free_bytes: u64,
     /// The limit by the memory fraction.
     pub allowed_bytes: Option<u64>,

@@ -58,7 +58,7 @@ impl Simulator {
         self.use_pool(id);
     }
 
-    /// Uses a private pool once less; when nobody uses it, its memory can go (`releasePool`).
+    /// Uses a private pool once less; when no user is left, its memory can go (`releasePool`).
     pub fn release_pool(&mut self, id: (u64, u64)) {
         if let Some(number) = self.private_pool(id) {
             let pool = &mut self.private[number as usize];

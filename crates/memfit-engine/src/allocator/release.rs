@@ -89,7 +89,7 @@ impl Simulator {
         released >= size
     }
 
-    /// Gives back all that is free, here and in private pools that nobody uses any more. With a private
+    /// Gives back all that is free, here and in private pools that are no longer used. With a private
     /// pool named, only that one.
     pub(super) fn release_cached(&mut self, only: Option<(u64, u64)>) {
         if only.is_none() && !self.is_capturing() {

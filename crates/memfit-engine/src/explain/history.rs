@@ -197,7 +197,7 @@ impl Rollback {
             allocation.stack = event.stack;
         }
         if allocation.let_go < allocation.start {
-            // Freed without having been asked to: the block waits, and nobody said since when.
+            // Freed without having been asked to: the block waits, and since when is not recorded.
             allocation.let_go = allocation.end;
             self.problems.add(Some(position), || {
                 format!(

@@ -73,7 +73,7 @@ impl Regions {
                 is_small: segment.is_small,
                 is_expandable: segment.is_expandable,
             };
-            // What overlaps is reported by whoever finds its blocks outside every region.
+            // What overlaps is reported where its blocks are found outside every region.
             let _overlapping = regions.add(segment.address, region);
         }
         regions

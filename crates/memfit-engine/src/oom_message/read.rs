@@ -249,7 +249,7 @@ impl Rest<'_> {
         Err(Cut)
     }
 
-    /// A number with its unit; `None` where the number means that nobody knows.
+    /// A number with its unit; `None` where the number means "unknown".
     fn amount(&mut self) -> Result<Option<Amount>, Cut> {
         const UNITS: [(&str, u64); 5] = [
             ("bytes", 1),

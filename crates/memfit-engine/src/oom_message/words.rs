@@ -8,7 +8,7 @@ use super::judge::Numbers;
 use super::read::Message;
 use crate::bytes::Bytes;
 
-/// Less that nobody is named for is what the driver itself keeps.
+/// A smaller unattributed rest is what the driver itself keeps.
 const WORTH_SAYING_BYTES: u64 = 128 << 20;
 
 /// A cause that is shown, with its bytes.
@@ -126,7 +126,7 @@ pub(super) fn open(cause: OomCause, numbers: &Numbers) -> String {
     format!("{what} cannot be told: {why}")
 }
 
-/// Memory of the device that the message gives to nobody.
+/// Memory of the device that the message attributes to no process.
 pub(super) fn unattributed(
     message: &Message,
     numbers: &Numbers,

@@ -57,7 +57,7 @@ pub(super) struct Prepared {
 impl Prepared {
     pub(super) fn new(problem: &Problem) -> Self {
         let allocations = problem.allocations();
-        // An allocation without bytes is in nobody's way.
+        // An allocation without bytes is in no other's way.
         let present: Vec<usize> = (0..allocations.len())
             .filter(|&index| allocations[index].size > 0)
             .collect();

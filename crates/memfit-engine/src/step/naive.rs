@@ -536,7 +536,7 @@ impl Twin<'_> {
     fn read_by_others(&self, record: usize, p: usize) -> Vec<bool> {
         let mut made = self.records[record].made.clone();
         if made.all(|v| self.versions[v].number == 0) {
-            // Nothing is written in place, so nobody asks.
+            // Nothing is written in place, so this is never asked.
             return Vec::new();
         }
         let mut versions = self.reach(p, false, Some(record)).versions;

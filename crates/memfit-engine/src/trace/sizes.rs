@@ -1,4 +1,4 @@
-//! A step at sizes that nobody recorded, learnt from recordings of the same ops at other sizes.
+//! A step at sizes that were never recorded, learnt from recordings of the same ops at other sizes.
 //!
 //! Responsible for the law of every size and for the step that follows from it. Not responsible for the batch
 //! dimension of a capture (`batch.rs`), where the laws are kept with the trace.

@@ -222,7 +222,7 @@ impl Blocks {
         self.remove_if_done(id);
     }
 
-    /// Nobody will ask for the block any more. What is handed back is to be dropped outside the lock.
+    /// The block will not be asked for again. What is handed back is to be dropped outside the lock.
     pub(super) fn forget(&mut self, id: BlockId) -> Option<Job> {
         let block = self.known.get_mut(&id)?;
         block.is_forgotten = true;

@@ -7,7 +7,7 @@
 //!
 //! Invariants:
 //!
-//! - Memory handed over is used until its transfer has ended and never after. Whoever drops a
+//! - Memory handed over is used until its transfer has ended and never after. Dropping a
 //!   [`StoredBlock`] waits for a transfer that is under way; one that has not begun never begins.
 //! - What comes back is what went out, byte for byte (length and CRC-32), or an error. An error of a write
 //!   is told at every later question about its block, so it cannot be missed.
@@ -39,7 +39,7 @@ pub type Source = Box<dyn AsRef<[u8]> + Send>;
 /// Memory to read into.
 pub type Target = Box<dyn AsMut<[u8]> + Send>;
 
-/// Asked now and then by whoever waits: whether to give up.
+/// Asked now and then while waiting: whether to give up.
 pub type Interrupted<'a> = &'a mut dyn FnMut() -> bool;
 
 /// One to write while another reads ahead.

@@ -1,14 +1,14 @@
 //! When the broker's clock looks next.
 //!
-//! Responsible for telling when whoever sleeps has to be woken because something happens earlier. Not responsible for
-//! sleeping (`mod.rs`) nor for what happens then (`server.rs`).
+//! Responsible for telling when a sleeping thread has to be woken because something happens earlier. Not responsible
+//! for sleeping (`mod.rs`) nor for what happens then (`server.rs`).
 
 use memfit_engine::share::lease::Millis;
 
 /// What the clock sleeps towards.
 ///
 /// Invariant: it holds what the sleeper was told last, and nothing else. A deadline that was announced but not slept
-/// towards yet must not be in here: were it cancelled meanwhile, a later one would wake nobody.
+/// towards yet must not be in here: were it cancelled meanwhile, a later one would wake no thread.
 #[derive(Debug, Default)]
 pub(super) struct Alarm {
     set_for: Option<Millis>,
@@ -50,7 +50,7 @@ mod tests {
     }
 
     proptest! {
-        /// However deadlines come and go between two polls, nobody sleeps past one.
+        /// However deadlines come and go between two polls, no thread sleeps past one.
         #[test]
         fn nobody_sleeps_past_a_deadline(steps in steps()) {
             let (mut alarm, mut next) = (Alarm::default(), None);

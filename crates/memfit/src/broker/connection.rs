@@ -151,7 +151,7 @@ impl Connection {
                 return Ok("closed");
             }
             if has_answered {
-                // Whoever was answered may run now, and its next request is often there when this looks again:
+                // The client that was answered may run now, and its next request is often there when this looks again:
                 // neither of the two has to be woken for it.
                 std::thread::yield_now();
             }

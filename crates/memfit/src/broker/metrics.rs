@@ -37,7 +37,7 @@ pub(super) async fn serve(listener: TcpListener, server: Rc<RefCell<Server>>) {
         };
         let server = Rc::clone(&server);
         tokio::task::spawn_local(async move {
-            // Whoever is slow or gone gets no answer.
+            // A client that is slow or gone gets no answer.
             let _late = tokio::time::timeout(WITHIN, answer(stream, &server)).await;
             drop(place);
         });

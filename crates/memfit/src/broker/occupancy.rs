@@ -43,7 +43,7 @@ impl Taken {
     }
 }
 
-/// What processes were granted and have not taken; one that nobody can look into has taken all.
+/// What processes were granted and have not taken; one that cannot be looked into has taken all.
 fn unused(leased: &BTreeMap<u32, Bytes>, taken_by: impl Fn(u32) -> Option<u64>) -> Bytes {
     let each = leased.iter().map(|(pid, leased)| {
         let taken = taken_by(*pid).map_or(*leased, Bytes);
@@ -70,7 +70,7 @@ impl Server {
         }
     }
 
-    /// Tells the machine what others have taken. What nobody tells of a device is nothing; while a driver is
+    /// Tells the machine what others have taken. What is unknown of a device counts as nothing; while a driver is
     /// slow to answer it is what it was.
     pub(super) fn look(&mut self) {
         let now = Instant::now();

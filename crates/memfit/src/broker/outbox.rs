@@ -2,7 +2,7 @@
 //!
 //! Responsible for writing at once where the socket takes it, and for keeping the rest. A client that does not
 //! read is not read from either ([`Outbox::is_full`]), so what is kept is bounded by what it asked for
-//! before, and nobody else waits for it.
+//! before, and no other client waits for it.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;

@@ -192,7 +192,7 @@ impl Server {
         let known = self.clients.get(&client);
         if !known.is_some_and(|known| known.outbox.is_none() && known.process == process) {
             // Its entry is lost, or it never was that client: somebody new, whose leases are adopted if
-            // nobody else's are meant.
+            // no other client's are meant.
             client = self.enter(process, name, None);
         }
         self.log.info(

@@ -1,6 +1,6 @@
 //! From nothing to a broker that listens: lock, state of another run, socket.
 //!
-//! Responsible for there being one broker for a socket, for what a dead one left, and for letting nobody
+//! Responsible for there being one broker for a socket, for what a dead one left, and for letting no other user
 //! else in. Not responsible for serving.
 
 use std::collections::BTreeMap;
@@ -77,7 +77,7 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
     };
     let (known, is_held_back) = match Journal::find(&path) {
         Found::Nothing => (fresh, false),
-        // Nobody of before another boot lives.
+        // No process of an earlier boot lives.
         Found::Known(known) if known.boot != fresh.boot => (fresh, false),
         Found::Known(known) => {
             let is_held_back = known.is_incomplete || !known.leases.is_empty();
@@ -93,7 +93,7 @@ pub(super) fn restore(options: &Options, log: Log) -> Result<Server, Failure> {
         }
         Found::Damaged(reason) => {
             let kept = path.with_extension("state.damaged");
-            // It stays in place too until another takes its place: without one, nobody would know that a file was
+            // It stays in place too until another takes its place: without one, it would go unnoticed that a file was
             // lost. What cannot be kept is lost either way, and the log says so.
             let _not_there = fs::remove_file(&kept);
             let _not_kept =
@@ -215,7 +215,7 @@ pub(super) fn listen(socket: &Path) -> Result<UnixListener, Failure> {
             .hint("choose a shorter or another path with `--socket PATH`")
     };
     let new: PathBuf = socket.with_extension("new");
-    // The lock is ours, so this is nobody's.
+    // The lock is ours, so this is no other broker's.
     let _not_there = fs::remove_file(&new);
     let listener = UnixListener::bind(&new).map_err(|error| fail(&error))?;
     fs::set_permissions(&new, Permissions::from_mode(0o600)).map_err(|error| fail(&error))?;

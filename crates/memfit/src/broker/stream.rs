@@ -62,7 +62,7 @@ impl Stream {
     }
 
     /// Waits until the socket takes bytes, or for a moment where that cannot be watched, as when no more files may
-    /// be opened: whoever writes next knows.
+    /// be opened: the next write knows.
     pub(super) async fn writable(&self) {
         let watched = self.watched.get_ref().try_clone();
         match watched.and_then(|socket| watch(socket, Interest::WRITABLE)) {
@@ -75,7 +75,7 @@ impl Stream {
 /// Waits for what happens at a descriptor.
 #[expect(
     deprecated,
-    reason = "its successor is unsafe because of types that share a descriptor; an `OwnedFd` shares it with nobody"
+    reason = "its successor is unsafe because of types that share a descriptor; an `OwnedFd` shares it with nothing"
 )]
 pub(super) fn watch(descriptor: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     AsyncFd::with_interest(descriptor, interest)

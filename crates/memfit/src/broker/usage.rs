@@ -95,7 +95,7 @@ impl Usage {
         self.reader.as_ref().is_some_and(|reader| reader.is_busy)
     }
 
-    /// The GPUs that are known at `now`; of the others nobody tells.
+    /// The GPUs that are known at `now`; the others report nothing.
     pub(super) fn at(&mut self, now: Instant) -> &Reading {
         let Some(reader) = &mut self.reader else {
             return &self.latest;
@@ -128,10 +128,10 @@ impl Usage {
 impl Reader {
     /// Asks anew, unless the last question is not answered yet.
     fn ask(&mut self) {
-        // An answer that nobody waited for may be old.
+        // An answer that was not waited for may be old.
         let has_old = self.is_busy && self.answers.try_recv().is_ok();
         if has_old || !self.is_busy {
-            // A thread that is gone is noticed by whoever waits for its answer.
+            // A thread that is gone is noticed by the request that waits for its answer.
             let _gone = self.questions.send(());
             self.is_busy = true;
         }

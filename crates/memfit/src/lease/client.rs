@@ -137,7 +137,7 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// Nobody listens there, or it is somebody else's, or it speaks another version.
+    /// No broker listens there, or it is another user's, or it speaks another version.
     pub fn connect(path: &Path, name: &str) -> Result<Self, LeaseError> {
         let line = Line::open(PathBuf::from(path), name.to_owned())?;
         Ok(Self { line })
@@ -239,7 +239,7 @@ impl Client {
                 lease,
                 revision: held.revision,
             };
-            // It is answered at once, so nobody is asked whether to wait.
+            // It is answered at once, so the caller is not asked whether to wait.
             match self.line.ask(commit, &mut |_| true)? {
                 Outcome::Answered(Reply::Changed { .. }) => {}
                 Outcome::Answered(Reply::Refused { refusal, .. }) => {

@@ -43,7 +43,7 @@ pub(super) struct State {
     pub(super) leases: BTreeMap<u64, Held>,
     /// What holders were asked to shrink to.
     pub(super) asked: BTreeMap<u64, Amounts>,
-    /// Why leases ended that nobody gave back.
+    /// Why leases ended that were not given back.
     pub(super) ended: BTreeMap<u64, Cause>,
     /// When leases end by themselves, no later than at the broker, in milliseconds since boot.
     pub(super) expire: BTreeMap<u64, u64>,
@@ -65,7 +65,7 @@ enum Answer {
 /// What became of a request.
 pub(super) enum Outcome {
     Answered(Reply),
-    /// Nobody knows; the leases say after the next connection.
+    /// Unknown; the leases say after the next connection.
     Broken,
     /// The caller did not want to wait longer.
     GaveUp,
@@ -415,7 +415,7 @@ impl State {
         });
     }
 
-    /// Releases a lease that nobody here holds; the answer is of no interest.
+    /// Releases a lease that this client does not hold; the answer is of no interest.
     fn give_back(&mut self, lease: u64) {
         self.send(&Request::Release { request: 0, lease });
     }

@@ -20,10 +20,10 @@ pub const VARIABLE: &str = "MEMFIT_BROKER";
 /// Why there is no broker to talk to.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Nobody listens there.
+    /// No broker listens there.
     #[error("no broker listens at `{}`", .0.display())]
     NoBroker(PathBuf),
-    /// Nobody listens there now, and the state file says that a broker did: others may hold what it granted.
+    /// No broker listens there now, and the state file says that a broker did: others may hold what it granted.
     #[error("the broker at `{}` is away, and what it granted may be held", .0.display())]
     Away(PathBuf),
     /// The file or the process behind it belongs to somebody else.
@@ -86,7 +86,7 @@ pub(crate) fn own_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Makes the socket's folder if it is not there, and checks that nobody else may write to it.
+/// Makes the socket's folder if it is not there, and checks that no other user may write to it.
 ///
 /// # Errors
 ///
@@ -173,7 +173,7 @@ pub(crate) fn check_path(path: &Path) -> Result<bool, SocketError> {
 ///
 /// # Errors
 ///
-/// Nobody listens, or it is somebody else.
+/// No broker listens, or another user's does.
 pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketError> {
     if !check_path(path)? {
         return Err(absent(path));
@@ -194,7 +194,7 @@ pub(crate) fn connect(path: &Path) -> Result<UnixStream, SocketError> {
     }
 }
 
-/// Nobody listens at a path.
+/// No broker listens at a path.
 fn absent(path: &Path) -> SocketError {
     if has_lived_at(path) {
         SocketError::Away(path.to_owned())

@@ -41,14 +41,14 @@ pub struct DeviceStatus {
     pub free_bytes: u64,
     /// What it could grant besides, if others had not taken it; absent where that does not matter to it.
     pub occupied_bytes: Option<u64>,
-    /// All memory of the device, granted by the broker or not; absent where nobody tells, as for brokers of before.
+    /// All memory of the device, granted by the broker or not; absent where it is unknown, as with older brokers.
     pub total_bytes: Option<u64>,
     /// What is in use of that, by whom ever; likewise.
     pub used_bytes: Option<u64>,
 }
 
 impl DeviceStatus {
-    /// How much more the broker could grant than is free; nothing where all of it is, or where nobody tells.
+    /// How much more the broker could grant than is free; nothing where all of it is, or where it is unknown.
     #[must_use]
     pub fn shortfall(&self) -> Option<u64> {
         let unused = self.total_bytes?.saturating_sub(self.used_bytes?);

@@ -62,7 +62,7 @@ pub(crate) fn frame_text(view: &View, width: u16) -> String {
                 .map(ratatui::buffer::Cell::symbol)
                 .collect::<String>()
         });
-    // The last line explains keys, and nobody presses any.
+    // The last line explains keys, and none are pressed.
     let lines: Vec<String> = lines
         .take(usize::from(height) - 1)
         .map(|line| line.trim_end().to_owned())
@@ -187,7 +187,7 @@ fn right(text: String) -> Cell<'static> {
     Cell::from(Line::from(text).right_aligned())
 }
 
-/// Bytes, or a dash where nobody tells.
+/// Bytes, or a dash where it is unknown.
 fn told(bytes: Option<Bytes>) -> String {
     bytes.map_or_else(|| "-".to_owned(), |bytes| bytes.to_string())
 }

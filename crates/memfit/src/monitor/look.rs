@@ -80,7 +80,7 @@ impl Looker {
             Some(client) => client,
             None => Client::connect(&self.socket, "memfit top")?,
         };
-        // A client that failed is given up: the next look connects anew, or says that nobody is there.
+        // A client that failed is given up: the next look connects anew, or says that no broker is there.
         let status = client.status()?;
         self.client = Some(client);
         Ok(status)

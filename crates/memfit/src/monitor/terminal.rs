@@ -157,7 +157,7 @@ mod tests {
             let slave = File::options().read(true).write(true).open(&path);
             Stdio::from(OwnedFd::from(slave.unwrap()))
         };
-        // As long as nobody has opened the other end, it has no settings.
+        // Until the other end is opened, it has no settings.
         let first = File::options().read(true).write(true).open(&path).unwrap();
         tcsetwinsize(&first, size).unwrap();
         let before = tcgetattr(&first).unwrap();

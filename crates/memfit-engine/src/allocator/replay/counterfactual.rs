@@ -168,7 +168,7 @@ impl Run<'_> {
                 }
             }
             Action::SegmentFree | Action::SegmentUnmap => {
-                // Memory of a private pool goes only when nobody uses the pool any more.
+                // Memory of a private pool goes only when the pool is no longer used.
                 self.simulator.release_pool(pool);
                 self.recorded_bytes = self.recorded_bytes.saturating_sub(event.size);
                 if self.is_last_of_the_programs_own(number) {

@@ -1,6 +1,6 @@
 //! Many settings at once, ranked against the recording's own.
 //!
-//! Responsible for the settings that are tried when nobody names any, for the device they are tried on, and
+//! Responsible for the settings that are tried when none are named, for the device they are tried on, and
 //! for the order of what comes out. Not responsible for a single replay (`counterfactual.rs`) nor for what a
 //! report says of them.
 

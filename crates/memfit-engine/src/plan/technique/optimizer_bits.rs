@@ -53,7 +53,7 @@ pub struct OptimizerBits {
     pub lower_halves: bool,
 }
 
-/// Why the state cannot be in 8 bits; `None` where it can, or where nobody asked for it.
+/// Why the state cannot be in 8 bits; `None` where it can, or where it was not asked for.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if !request.asks_for(ActionKind::OptimizerBits) {
         return None;

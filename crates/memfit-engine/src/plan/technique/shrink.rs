@@ -55,7 +55,7 @@ pub struct Shrink {
     pub forward: Vec<u32>,
 }
 
-/// Why nothing can be shrunk; `None` where something can, or where nobody asked for it.
+/// Why nothing can be shrunk; `None` where something can, or where it was not asked for.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {
     if !request.asks_for(ActionKind::Shrink) {
         return None;

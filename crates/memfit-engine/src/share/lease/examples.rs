@@ -152,7 +152,7 @@ fn a_small_request_overtakes_a_large_one_twice_and_not_a_third_time() {
         largest: Bytes::ZERO,
     };
     assert_eq!(*refusal(&reserve(&mut machine, 6, urgent)), expected);
-    // On another device nobody is in the way.
+    // On another device nothing is in the way.
     let elsewhere = Claims::one(Device(1), Bytes(4));
     assert_eq!(
         granted(&reserve(&mut machine, 7, ask(elsewhere, Wait::No))),

@@ -13,7 +13,7 @@ use super::{Claims, Device};
 struct Sum {
     capacity: Bytes,
     granted: Bytes,
-    /// Taken by nobody's lease.
+    /// Taken without a lease.
     occupied: Bytes,
 }
 

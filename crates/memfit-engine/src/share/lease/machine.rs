@@ -161,7 +161,7 @@ impl Machine {
         self.ledger.granted(device)
     }
 
-    /// What of a device is taken by nobody's lease, as far as was told.
+    /// What of a device is taken without a lease, as far as was told.
     #[must_use]
     pub fn occupied(&self, device: Device) -> Bytes {
         self.ledger.occupied(device)
@@ -234,7 +234,7 @@ impl Machine {
     /// Grants what can be granted, in the order of service.
     pub(super) fn serve(&mut self) {
         // A growth may give back on another device what one before it in the order needs, and a request that
-        // became due has changed the order: so once more, until nobody is granted.
+        // became due has changed the order: so once more, until no request is granted.
         while self.may_grant() && self.serve_once() {}
     }
 

@@ -36,7 +36,7 @@
 //! holder waits, and what it holds and wants together is within the capacity; else it is refused at
 //! once. So a holder never stands in a queue behind anyone.
 //!
-//! # Why nothing deadlocks and nobody starves
+//! # Why nothing deadlocks and no request starves
 //!
 //! Assumption A: a lease whose client is not waiting ends after finite time, and after finitely many
 //! requests (growers included).
@@ -68,16 +68,16 @@
 //! with a smaller resize or declines; until it answers the bytes stay its own. At the deadline the ask
 //! lapses: bytes are never taken from a living process.
 //!
-//! A request that does not wait makes nobody be asked. An ask cannot be taken back, and a holder answers when it can
+//! A request that does not wait asks no holder to shrink. An ask cannot be taken back, and a holder answers when it can
 //! (a training step between two steps, with another plan), so it would shrink for somebody who is gone. Who
 //! wants a short courtesy waits for a moment: then it stands in the queue, with all that follows from that.
 
 //!
-//! # Memory that nobody leases
+//! # Memory used without a lease
 //!
 //! [`Event::Occupied`] says what others have taken of a device. It is not free, so requests wait for it as
 //! for what is granted, and holders are asked to shrink where that helps; who holds a lease keeps it, whatever
-//! others take. What could never be granted is still judged by the capacity alone. Nobody starves by it under
+//! others take. What could never be granted is still judged by the capacity alone. No request starves by it under
 //! assumption B: what others have taken comes down again, for long enough, to what leaves room for the first in the order.
 
 mod claims;
@@ -287,7 +287,7 @@ pub enum Event {
         /// Who.
         client: ClientId,
     },
-    /// So much of a device is taken by nobody's lease: no more is granted than is left beside it. Counts
+    /// So much of a device is taken without a lease: no more is granted than is left beside it. Counts
     /// until it is told anew.
     Occupied {
         /// Where.

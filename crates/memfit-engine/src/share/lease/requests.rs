@@ -249,7 +249,7 @@ impl Machine {
 
     /// Grants a possible request, lets it wait, or says why neither.
     ///
-    /// Nobody who waits could be granted before this request came, so only this one is looked at.
+    /// No waiting request could be granted before this request came, so only this one is looked at.
     fn admit(&mut self, mut request: Waiting, wait: Wait) -> Result<(), Refusal> {
         let (client, wants) = (request.client, &request.wants);
         if self.queue.of(client).is_some() {

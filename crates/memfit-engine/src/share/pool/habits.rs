@@ -3,7 +3,7 @@
 //! Responsible for the numbers that a loss is made of. Estimates choose between models; whether anything
 //! fits never depends on them.
 //!
-//! "When" is counted in requests to the pool, not in seconds: while a model is woken nobody is served, and
+//! "When" is counted in requests to the pool, not in seconds: while a model is woken no request is served, and
 //! seconds would make the models that come next look rare.
 
 use super::Micros;

@@ -314,7 +314,7 @@ impl World {
         self.judge();
     }
 
-    /// Lets all jobs succeed and everyone who does not wait end, until nobody waits.
+    /// Lets all jobs succeed and everyone who does not wait end, until no request waits.
     pub(super) fn drain(&mut self) {
         for _ in 0..10_000 {
             while self.begin() {}
@@ -438,7 +438,7 @@ fn a_model_does_not_stay_only_because_it_was_never_written() {
     let mut models = [(30, false, false); 4];
     models[0].2 = true;
     let mut world = World::new(&models);
-    // Nobody wants the one that was in memory from the beginning; writing it takes longest by far.
+    // No request wants the one that was in memory from the beginning; writing it takes longest by far.
     for model in [1, 2, 1, 2, 3] {
         world.visit(model);
     }

@@ -69,7 +69,7 @@ fn the_copy_that_is_expected_last_moves_on_and_a_model_that_is_expected_later_go
     let mut world = models(5, 60);
     assert_eq!(world.resident, [true, true, true, false, false]);
     assert_eq!(world.copies, [0, 0, 0, 28, 28]);
-    // Nobody ever wants 3 and 4, whose copies fill the share: 3 makes way, being the first of equals.
+    // No request ever wants 3 and 4, whose copies fill the share: 3 makes way, being the first of equals.
     for _ in 0..3 {
         for model in 0..3 {
             world.call(model, 0);

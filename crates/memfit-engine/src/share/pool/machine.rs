@@ -126,7 +126,7 @@ impl Machine {
 
     /// Adds a model, and says whether it is awake. One that is in memory stays there (`is_awake`) if it fits
     /// beside what is counted; else the caller parks it before it goes on, with what the host has room for,
-    /// and may say [`Machine::copied`]: no copy moves on for a model that nobody has asked for.
+    /// and may say [`Machine::copied`]: no copy moves on for a model that was never asked for.
     ///
     /// # Errors
     ///
@@ -344,7 +344,7 @@ impl Machine {
         self.park(victim, true)
     }
 
-    /// The next model to park so that no more than `target` counts, of those that nobody uses or waits
+    /// The next model to park so that no more than `target` counts, of those that no client uses or waits
     /// for; `None` when that is so or nothing more can be done for it.
     ///
     /// Nothing is held back: requests are served as ever, and may wake what was parked.
@@ -584,7 +584,7 @@ impl Machine {
         own + self.more(request.model, request.activations)
     }
 
-    /// What parking all that nobody uses would free for a request, and giving back what its calls took.
+    /// What parking all unused models would free for a request, and giving back what its calls took.
     fn could_free(&self, request: &Request) -> Bytes {
         let idle = self.idle(Some(request.model));
         let models: Bytes = idle.iter().map(|id| self.models[id.0].bytes).sum();

@@ -16,7 +16,7 @@
 //! budget: bytes are set aside first and taken after. A use may ask for more ([`Machine::grow`]), as a
 //! holder does (below).
 //!
-//! The budget may come down and grow again up to what it was at first ([`Machine::aim`]): what nobody uses is
+//! The budget may come down and grow again up to what it was at first ([`Machine::aim`]): what is unused is
 //! parked by the caller's wish ([`Machine::shed`]), and what is in use comes down when it ends. What can never fit
 //! is judged by the first budget; a request that only lacks budget waits for it to grow ([`Machine::short`]).
 //!
@@ -25,7 +25,7 @@
 //! What calls took of a device is not free when they end: PyTorch's allocator keeps it for later. It counts
 //! until somebody needs the bytes and a [`Job::Release`] has given them back, which comes before any parking;
 //! the next call of the same model has it again. Parked models have copies in the host's memory, which have
-//! a share of their own: what nobody expects soon moves on to the disk ([`Job::Spill`]).
+//! a share of their own: what is not expected soon moves on to the disk ([`Job::Spill`]).
 //!
 //! # The order of service
 //!
@@ -36,13 +36,13 @@
 //! A client that holds a use and asks for another is a *holder*. At most one holder waits, and it is first;
 //! another is refused at once, as is one whose need together with what it holds is above the budget.
 //!
-//! # Why nothing deadlocks and nobody starves
+//! # Why nothing deadlocks and no request starves
 //!
 //! Assume that a use whose client does not wait ends. The first request waits for uses of others, or for
 //! jobs. If it is a holder, no other client both waits and holds, so all other uses end; if it is not,
-//! there is no waiting holder at all, and the same is true. Once overtaken so many times, nobody passes
+//! there is no waiting holder at all, and the same is true. Once overtaken so many times, no other request passes
 //! it: then all others' uses end, what is not pinned is parked, and its need fits, as was checked when it
-//! asked. What cannot be parked although nobody uses it is *stuck*; where only such models are in the way
+//! asked. What cannot be parked although it is unused is *stuck*; where only such models are in the way
 //! the request is refused. So every request is granted or refused, and the next becomes first. With a budget that
 //! came down this holds as soon as it has grown again.
 //!
@@ -159,7 +159,7 @@ pub enum Refusal {
     Contended,
     /// Its model could not be woken.
     NotWoken,
-    /// Nobody uses what is in the way, and it cannot be parked.
+    /// What is in the way is unused, and cannot be parked.
     Stuck,
 }
 

@@ -92,7 +92,7 @@ impl Room {
         self.here_bytes
     }
 
-    /// Notes that an item is in memory already, whoever brought it; [`Room::trim`] makes it fit.
+    /// Notes that an item is in memory already, no matter what brought it; [`Room::trim`] makes it fit.
     pub fn admit(&mut self, item: usize) {
         if item < self.sizes.len() && self.places[item] == Place::Away {
             self.here_bytes = self.here_bytes.saturating_add(self.sizes[item]);

@@ -49,7 +49,7 @@ struct Lent {
 
 /// Describes `length` bytes at `address` as a tensor, which keeps `owner` until it is let go.
 ///
-/// The structure is freed by [`ManagedTensor::let_go`], which whoever takes it calls once.
+/// The structure is freed by [`ManagedTensor::let_go`], which its taker calls once.
 #[must_use]
 pub fn lend(
     address: u64,

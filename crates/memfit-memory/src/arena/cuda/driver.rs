@@ -224,7 +224,7 @@ impl Driver {
 
     pub(crate) fn reserve(&self, length: u64) -> Result<u64, VmmError> {
         let mut start = 0;
-        // SAFETY: there is room for the answer; the driver chooses addresses that nobody has.
+        // SAFETY: there is room for the answer; the driver chooses addresses that are free.
         let code = unsafe { (self.functions.reserve)(&raw mut start, size(length), 0, 0, 0) };
         self.check("cuMemAddressReserve", code).map(|()| start)
     }

@@ -24,7 +24,7 @@ pub(crate) fn given_back(device: u32, bytes: u64) {
 }
 
 fn change(device: u32, to: impl FnOnce(u64) -> u64) {
-    // One addition: whoever panicked with the lock left a whole number.
+    // One addition: a panic with the lock held left a whole number.
     let mut held = HELD.lock().unwrap_or_else(PoisonError::into_inner);
     let bytes = held.entry(device).or_default();
     *bytes = to(*bytes);

@@ -75,7 +75,7 @@ impl HostMemory {
     /// All of it, to be filled.
     #[must_use]
     pub const fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and writable; nobody else has it while this borrow lasts.
+        // SAFETY: as above, and writable; nothing else has it while this borrow lasts.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 }
@@ -86,7 +86,7 @@ impl Drop for HostMemory {
         let unpin = || self.device.within(|driver| driver.unpin(start)).is_ok();
         // Again if it is refused: an address that the driver takes for pinned can never be pinned again.
         if self.is_pinned && !unpin() && !unpin() {
-            // The driver is gone with the process, or broken: nobody else shall get these addresses.
+            // The driver is gone with the process, or broken: these addresses are never given out again.
             return;
         }
         // SAFETY: the mapping is this object's own, and no slice of it outlives the object.

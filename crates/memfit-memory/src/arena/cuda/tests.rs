@@ -307,7 +307,7 @@ fn lent_memory_lives_as_long_as_its_tensor() {
     let owner = Arc::new(());
     let lent = lend(4096, 10, TensorPlace::Cuda, 3, Box::new(Arc::clone(&owner)));
     assert_eq!(Arc::strong_count(&owner), 2);
-    // SAFETY: it was lent just now, and nobody else lets it go.
+    // SAFETY: it was lent just now, and nothing else lets it go.
     unsafe { super::ManagedTensor::let_go(lent) };
     assert_eq!(Arc::strong_count(&owner), 1);
 }

@@ -5,7 +5,7 @@
 //! files are to go. Not responsible for the files, nor for whether they hold what they should
 //! ([`crate::park::host`]).
 //!
-//! The mapping is private: whoever writes to a page has a copy of it, the file never changes. Until then
+//! The mapping is private: writing to a page makes a copy of it, the file never changes. Until then
 //! the page is the one in the system's page cache, so nothing is copied and nothing zeroed, and it may be
 //! a large one. The system may drop it when memory is short and read it again when it is touched, as it
 //! does with memory that it swaps.
@@ -76,8 +76,8 @@ impl Arena {
         system::private_pages(self.address(), self.length / page_bytes()).ok()
     }
 
-    /// Has pages of its own instead of those of files, with the same bytes at the same place. Whoever
-    /// reads meanwhile reads those; nobody may write. On an error some pages are still the files'.
+    /// Has pages of its own instead of those of files, with the same bytes at the same place. A
+    /// read meanwhile finds those; nothing may write. On an error some pages are still the files'.
     ///
     /// # Errors
     ///
@@ -117,7 +117,7 @@ impl Arena {
     fn lend(&self, start: usize, length: usize) -> io::Result<&[u8]> {
         system::bring_in(self.all().of(start, length)?)?;
         // SAFETY: the system has just read every page of the range, which lies in the arena; by the promise
-        // given to `new` nobody writes to it or to the file.
+        // given to `new` nothing writes to it or to the file.
         Ok(unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(start), length) })
     }
 
@@ -185,7 +185,7 @@ impl Shown<'_> {
 impl Drop for Shown<'_> {
     fn drop(&mut self) {
         if !self.arena.is_open {
-            // Should the system refuse even this, the pages can be read and are known to nobody.
+            // Should the system refuse even this, the pages can be read and are known to nothing else.
             let _kept = self.arena.close();
         }
     }
@@ -206,7 +206,7 @@ enum Whose {
     Thread,
 }
 
-/// Brings pages of an arena in, so that whoever reads them next need not wait for the disk.
+/// Brings pages of an arena in, so that the next reader need not wait for the disk.
 ///
 /// Only a hint: nothing comes of it where the arena has been closed, and once it has been dropped pages of
 /// somebody else's may be brought in instead, which changes nothing but how soon they are there.
@@ -334,7 +334,7 @@ mod system {
         u64::try_from(unsafe { usage.assume_init() }.ru_majflt).ok()
     }
 
-    /// Maps a file's part over pages that nobody uses.
+    /// Maps a file's part over unused pages.
     pub(super) fn map_file(pages: Pages, part: &FilePart<'_>) -> io::Result<()> {
         let start = std::ptr::with_exposed_provenance_mut(pages.address);
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
@@ -354,7 +354,7 @@ mod system {
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         let new = map(None, pages.length, rights)?;
         let old = std::ptr::with_exposed_provenance_mut::<u8>(pages.address);
-        // SAFETY: both ranges are that long, the new one is nobody's yet, the old one is an open arena's.
+        // SAFETY: both ranges are that long, the new one is still unused, the old one is an open arena's.
         unsafe { std::ptr::copy_nonoverlapping(old, new.as_ptr(), pages.length) };
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         let length = pages.length;
@@ -402,7 +402,7 @@ mod system {
         let length = page_bytes();
         let page: io::Result<NonNull<u8>> = map(None, length, libc::PROT_READ | libc::PROT_WRITE);
         let Ok(page) = page else { return false };
-        // SAFETY: the page is there, writable, and nobody else's.
+        // SAFETY: the page is there, writable, and used by nothing else.
         unsafe { page.as_ptr().write_volatile(1) };
         let told = private_pages(page.as_ptr() as usize, 1);
         // SAFETY: it was mapped above.

@@ -41,7 +41,7 @@ impl LentBytes {
     /// # Safety
     ///
     /// Until the value is dropped, those bytes are memory of this process that has been initialised (as
-    /// all memory from the system has), and nobody writes to them or gives them back.
+    /// all memory from the system has), and nothing writes to them or gives them back.
     pub unsafe fn new(address: usize, length: usize) -> Result<Self, NoMemory> {
         let start = place(address, length).ok_or(NoMemory)?;
         Ok(Self { start, length })
@@ -58,7 +58,7 @@ impl LentBytesMut {
     /// # Safety
     ///
     /// Until the value is dropped, those bytes are memory of this process that has been initialised (as
-    /// all memory from the system has), and nobody else reads them, writes to them or gives them back.
+    /// all memory from the system has), and nothing else reads them, writes to them or gives them back.
     pub unsafe fn new(address: usize, length: usize) -> Result<Self, NoMemory> {
         let start = place(address, length).ok_or(NoMemory)?;
         Ok(Self { start, length })
@@ -75,7 +75,7 @@ impl AsRef<[u8]> for LentBytes {
 
 impl AsMut<[u8]> for LentBytesMut {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as for `LentBytes`, and exclusive: nobody else uses the range, and `self` is borrowed.
+        // SAFETY: as for `LentBytes`, and exclusive: nothing else uses the range, and `self` is borrowed.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) }
     }
 }
@@ -98,7 +98,7 @@ mod tests {
         let mut bytes = vec![1_u8, 2, 3];
         let address = bytes.as_mut_ptr() as usize;
         {
-            // SAFETY: `bytes` lives on, and nobody else uses it meanwhile.
+            // SAFETY: `bytes` lives on, and nothing else uses it meanwhile.
             let mut lent = unsafe { LentBytesMut::new(address, 3) }.unwrap();
             lent.as_mut()[1] = 9;
         }

@@ -4,8 +4,8 @@
 //! responsible for what lies in it, nor for where that is kept meanwhile ([`crate::park::host`]). `files.rs` has
 //! the pages of files stand in it.
 //!
-//! Invariant: from [`Arena::new`] to its drop the range is mapped by this arena and by nobody else. It is
-//! either *open*, ordinary memory to whoever uses it, or *closed*: no page of it exists, and a touch ends
+//! Invariant: from [`Arena::new`] to its drop the range is mapped by this arena and by nothing else. It is
+//! either *open*, ordinary memory to its users, or *closed*: no page of it exists, and a touch ends
 //! in a fault, never in zeros.
 //!
 //! Anonymous pages are of the ordinary size. Large ones were tried: waking was three times faster while
@@ -54,10 +54,10 @@ impl Arena {
     ///
     /// # Safety
     ///
-    /// Whoever is given [`Self::address`] uses the memory there only while the arena lives and is open,
+    /// The memory at [`Self::address`] is used only while the arena lives and is open,
     /// writes to a part only while no slice that it lies in lives, of [`Self::bytes`], [`Self::bring_in`] or
     /// [`Self::open`], and reads it only while none of [`Self::open`] does. Files whose parts are to stand in
-    /// it ([`Self::show`]) are changed or cut off by nobody from then on, for as long as the arena or a
+    /// it ([`Self::show`]) are neither changed nor cut off from then on, for as long as the arena or a
     /// forked child's copy of it may show them.
     pub unsafe fn new(length: usize) -> io::Result<Self> {
         let page = page_bytes();
@@ -99,7 +99,7 @@ impl Arena {
             return None;
         }
         // SAFETY: the range is mapped and readable while it is open, has been initialised by the system,
-        // and by the promise given to `new` nobody writes to it meanwhile.
+        // and by the promise given to `new` nothing writes to it meanwhile.
         Some(unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.length) })
     }
 
@@ -124,7 +124,7 @@ impl Arena {
     pub fn open(&mut self) -> io::Result<&mut [u8]> {
         self.allow()?;
         // SAFETY: the range is mapped and writable now, zero pages are initialised bytes, and by the
-        // promise given to `new` nobody else uses it before the slice has gone.
+        // promise given to `new` nothing else uses it before the slice has gone.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.length) })
     }
 
@@ -142,7 +142,7 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        // SAFETY: the range is this arena's own, and by the promise given to `new` nobody uses it any more.
+        // SAFETY: the range is this arena's own, and by the promise given to `new` nothing uses it any more.
         unsafe { unmap(self.start, 0, self.length) };
     }
 }
@@ -157,7 +157,7 @@ fn reserve(length: usize) -> io::Result<NonNull<u8>> {
     let found = map(None, whole, libc::PROT_NONE)?;
     let ahead = found.as_ptr() as usize % LARGE_PAGE_BYTES;
     let ahead = (LARGE_PAGE_BYTES - ahead) % LARGE_PAGE_BYTES;
-    // SAFETY: both ranges are parts of what was mapped just now, and nobody knows of them.
+    // SAFETY: both ranges are parts of what was mapped just now, and nothing else knows of them.
     unsafe {
         unmap(found, 0, ahead);
         unmap(found, ahead + length, LARGE_PAGE_BYTES - ahead);
@@ -170,7 +170,7 @@ fn reserve(length: usize) -> io::Result<NonNull<u8>> {
 ///
 /// # Safety
 ///
-/// The range lies in a mapping of this arena, and nobody uses it any more.
+/// The range lies in a mapping of this arena, and nothing uses it any more.
 unsafe fn unmap(start: NonNull<u8>, offset: usize, length: usize) {
     if length > 0 {
         // SAFETY: the caller's promise.

@@ -188,7 +188,7 @@ mod with_files {
         // SAFETY: the name is a string that ends.
         let file = unsafe { libc::memfd_create(c"arena".as_ptr(), 0) };
         assert!(file >= 0);
-        // SAFETY: it was opened just now, and is nobody else's.
+        // SAFETY: it was opened just now, and is used by nothing else.
         let file = unsafe { File::from_raw_fd(file) };
         let page = page_bytes();
         file.write_all_at(&vec![7; 8 * page], 0).unwrap();

@@ -305,14 +305,14 @@ impl State {
             copy.let_host_go();
         } else {
             // Should the driver refuse even this, the memory holds half a model that is still known as
-            // parked: Python lets nobody touch it, and the next try fills it anew.
+            // parked: Python lets nothing touch it, and the next try fills it anew.
             let _refused = close(&mut self.arena);
         }
         restored
     }
 }
 
-/// Gives an arena's memory back; what the driver refused to release, once more: nobody counts it any longer.
+/// Gives an arena's memory back; what the driver refused to release, once more: it is no longer counted.
 fn close(arena: &mut Arena) -> Result<(), VmmError> {
     arena.close()?;
     if arena.held_bytes() > 0 {

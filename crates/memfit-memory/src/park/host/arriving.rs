@@ -1,7 +1,7 @@
 //! Bytes that are still on their way into an awake memory.
 //!
 //! Responsible for knowing which pieces have been compared since the wake began, and for a thread that
-//! brings their pages in meanwhile, so that whoever uses the first ones need not wait for the last. Not
+//! brings their pages in meanwhile, so that users of the first ones need not wait for the last. Not
 //! responsible for comparing them (`copy.rs`), nor for keeping their users waiting
 //! (`python/memfit/share/park`).
 //!
@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use super::layout::Piece;
 use crate::arena::host::Ahead;
 
-/// What the thread brings in at a time: that long at most whoever ends it waits for it.
+/// What the thread brings in at a time: ending it takes that long at most.
 const AHEAD_BYTES: usize = 2 << 20;
 
 /// The pieces of a memory, and which of them are here.
@@ -92,7 +92,7 @@ impl Reader {
         let read = move || {
             for start in (0..length).step_by(AHEAD_BYTES) {
                 let part = AHEAD_BYTES.min(length - start);
-                // What cannot be read is an error of whoever wants it.
+                // What cannot be read is an error of the call that wants it.
                 if told.load(Ordering::Relaxed) || ahead.bring_in(start, part).is_err() {
                     return;
                 }

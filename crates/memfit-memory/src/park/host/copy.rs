@@ -11,13 +11,13 @@
 //! It comes back in one of two ways. Where every piece is in nameless files, their own pages are put in
 //! the memory's place: nothing is copied, and when it is parked again the system tells which pages were
 //! written to, so that only those are compared. They may be compared later than they are put there, if
-//! nobody sees them in between ([`super::arriving`]). Otherwise new pages are filled by reading: a weights
+//! nothing sees them in between ([`super::arriving`]). Otherwise new pages are filled by reading: a weights
 //! file is never mapped, since somebody may write over it.
 //!
 //! What is compared is what may have come from a disk since it was last known: pages that were in the page
 //! cache all the time since they were written or compared are memory like any other, and there is no need
 //! to read all of them at every wake. A page has been there all the time if none was missing when the wake
-//! began or had to be read meanwhile, if nobody has written to the files, and if the process had no major
+//! began or had to be read meanwhile, if the files were not written to, and if the process had no major
 //! fault while the memory was awake, by which a dropped page would have been read again ([`Stay`]). Only a
 //! child that was forked could read it unseen.
 
@@ -119,7 +119,7 @@ impl Copy {
         let mut touched = Vec::new();
         for (number, piece) in self.pieces.iter_mut().enumerate() {
             piece.stale = None;
-            // One that nobody has seen is what was kept, also if it was damaged: it must not be taken for
+            // One that was never seen is what was kept, also if it was damaged: it must not be taken for
             // new bytes.
             let is_seen = is_here.is_none_or(|is_here| is_here.get(number) != Some(&false));
             if is_seen && !is_untouched(piece, written, page) {
@@ -198,7 +198,7 @@ impl Copy {
     }
 
     /// Has the files' own pages stand in `arena`, compared where they need to be; all of them, unless
-    /// `streams`: then nobody may see a piece of those that arrive before [`Self::compare_in`] has.
+    /// `streams`: then no piece may be seen of those that arrive before [`Self::compare_in`] has.
     pub(super) fn show(
         &mut self,
         arena: &mut Arena,

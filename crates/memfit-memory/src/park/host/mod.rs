@@ -13,7 +13,7 @@
 //! - [`Parking::wake`] returns when every byte is back, and every one that may have come from a disk compared
 //!   with the hash it was kept under; if it fails no page is held, the copy is untouched, and it can be
 //!   tried again.
-//! - [`Parking::begin_wake`] returns before that. Whoever uses the memory then asks [`Parking::bring_in`]
+//! - [`Parking::begin_wake`] returns before that. A user of the memory then asks [`Parking::bring_in`]
 //!   for each part first, which returns when that part is back and compared.
 //! - Nothing is left on the disk when the process ends: the files have no names.
 //! - A forked child has its own copy of an open memory, whatever its parent does, but neither parks nor
@@ -100,7 +100,7 @@ impl Parking {
     ///
     /// # Safety
     ///
-    /// Whoever is given [`Parking::address`] uses the memory there only while this lives and is awake, and not while any
+    /// The memory at [`Parking::address`] is used only while this lives and is awake, and not while any
     /// method of it runs.
     #[expect(unsafe_code, reason = "maps memory")]
     pub unsafe fn map(
@@ -212,7 +212,7 @@ impl Parking {
         self.have_back(&mut state, false, interrupted)
     }
 
-    /// Begins to have the bytes back at their address, and reads on while they are used: nobody may use a
+    /// Begins to have the bytes back at their address, and reads on while they are used: nothing may use a
     /// part before [`Self::bring_in`] has returned for it. Where the files cannot be mapped, all of
     /// them are back when it returns. Does nothing when it is not parked.
     ///
@@ -251,7 +251,7 @@ impl Parking {
     ///
     /// # Errors
     ///
-    /// [`ParkError`]; nobody may use the parts, and it can be tried again.
+    /// [`ParkError`]; the parts may not be used, and it can be tried again.
     pub fn bring_in(
         &self,
         parts: &[Range<u64>],
@@ -370,7 +370,7 @@ impl State {
         let bytes = opened.map_err(|error| no_memory(length, &error))?;
         copy.restore(bytes, interrupted).inspect_err(|_| {
             // Should the system refuse even this, the memory holds half a model that is still known as
-            // parked: Python lets nobody touch it, and the next try fills it anew.
+            // parked: Python lets nothing touch it, and the next try fills it anew.
             let _refused = self.arena.close();
         })?;
         self.statistics.bytes_read += length;

@@ -38,12 +38,12 @@ struct Kept {
     file: StoreFile,
     /// Bytes of the disk that it takes.
     room: u64,
-    /// Whether it has the time that nobody who writes to it leaves it with.
+    /// Whether it has a time with which no writer leaves it.
     is_marked: bool,
 }
 
-/// When a whole file was last written, in seconds, as it is told to be: whoever writes to it afterwards
-/// changes that.
+/// When a whole file was last written, in seconds, as it is told to be: writing to it
+/// afterwards changes that.
 pub(super) const WRITTEN: Duration = Duration::from_secs(1 << 20);
 
 impl Spill {
@@ -95,7 +95,7 @@ impl Spill {
         self.files.get(&number).map(|kept| &kept.file)
     }
 
-    /// Whether nobody has written to any of them since.
+    /// Whether none of them has been written to since.
     pub(super) fn are_as_written(&self) -> bool {
         let is_as_written = |kept: &Kept| {
             let modified = kept.file.handle().metadata().and_then(|it| it.modified());

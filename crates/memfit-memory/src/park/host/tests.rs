@@ -271,7 +271,7 @@ fn what_was_not_touched_is_neither_compared_nor_written_again() {
     model.park().unwrap();
     model.wake().unwrap();
     if model.own_pages().is_none() {
-        return; // the system tells nobody
+        return; // the system does not tell
     }
     assert_eq!(model.own_pages(), Some(0));
     model.poke(MIB + 7, bytes[MIB + 7]);

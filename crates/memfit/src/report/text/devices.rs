@@ -77,7 +77,7 @@ fn cells(room: &Room) -> [String; 6] {
     ]
 }
 
-/// Bytes, or a dash where nobody tells.
+/// Bytes, or a dash where it is unknown.
 fn told(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| "-".to_owned(), |bytes| Bytes(bytes).to_string())
 }

@@ -137,7 +137,7 @@ impl Machine {
         }
     }
 
-    /// Copies that could move on to the disk: those of models that nobody waits for.
+    /// Copies that could move on to the disk: those of models that no request waits for.
     pub(super) fn copies(&self) -> Vec<Copy> {
         let models = self.models.iter().enumerate();
         let could = models.filter(|&(id, model)| {
