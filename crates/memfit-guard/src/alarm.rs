@@ -4,8 +4,8 @@
 //! live at a peak sets this alarm: it rings at the first allocation that comes past the bounds, once,
 //! and is then silent until it is set again.
 //!
-//! Responsible for the bounds. Not responsible for looking, which happens later and elsewhere
-//! ([`crate::on_alarm`]).
+//! Responsible for the bounds. Not responsible for looking, which is left to what
+//! [`crate::on_alarm`] was given.
 
 use std::time::{Duration, Instant};
 

@@ -197,7 +197,7 @@ mod tests {
         reserve(BUDGET - 300).unwrap();
         assert!(reserve(1).is_err());
         assert!(reserve(u64::MAX).is_err());
-        // A block that is kept takes what it took; one that is asked for besides crowds it.
+        // A block that is kept takes what it took; another one that is asked for crowds it.
         keep(200);
         assert!(!is_crowded());
         reserve(1).unwrap();

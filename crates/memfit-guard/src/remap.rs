@@ -45,7 +45,7 @@ pub(crate) fn mapping(address: usize, taken_bytes: u64) -> Option<(usize, usize)
 /// Where the C library does not, the block takes as much as before.
 pub(crate) fn shortened(block: KeptBlock, by_bytes: usize) -> KeptBlock {
     let taken_bytes = block.taken_bytes.saturating_sub(by_bytes as u64);
-    // The C library wants a word besides, and then comes to exactly those pages.
+    // The C library wants another word, and then comes to exactly those pages.
     let bytes = mapping(block.address, block.taken_bytes)
         .and_then(|(_, end)| end.checked_sub(by_bytes)?.checked_sub(block.address))
         .and_then(|bytes| bytes.checked_sub(size_of::<usize>()));

@@ -47,7 +47,7 @@ pub struct Speed {
     pub bf16: Option<f64>,
 }
 
-/// What a process takes on a GPU besides tensors: the CUDA context and loaded kernels, 0.2 to 1 GB
+/// What a process takes on a GPU apart from tensors: the CUDA context and loaded kernels, 0.2 to 1 GB
 /// (pytorch issues 28113 and 28394). The middle is charged.
 pub const CONTEXT_BYTES: Bytes = Bytes(600 << 20);
 

@@ -1,4 +1,4 @@
-//! What a plan says about itself besides its actions.
+//! What a plan says about itself apart from its actions.
 //!
 //! Responsible for the moment that stops the peak from going lower, for what no plan can move, and for
 //! telling which trace a plan belongs to.

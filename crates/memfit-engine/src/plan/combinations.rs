@@ -1,6 +1,6 @@
 //! Which combinations of outer choices are tried, and what each adds to the step whatever else is done.
 //!
-//! Responsible for: the optimizer inside backward or not, its state elsewhere or not, how much may be on its way at
+//! Responsible for: the optimizer inside backward or not, its state offloaded or not, how much may be on its way at
 //! once, and into how many pieces the batch is cut. Not responsible for how much room parameters have
 //! (`technique/offload_parameters.rs`), for solving a combination (`context.rs`) or for choosing (`choose.rs`), nor for
 //! what may be done at all (`technique/`).
@@ -60,7 +60,7 @@ impl Planner<'_> {
         outcomes
     }
 
-    /// Rooms for parameters that are elsewhere; none where only state in 8 bits is new, which is not tried with them.
+    /// Rooms for offloaded parameters; none where only state in 8 bits is new, which is not tried with them.
     fn untried_rooms(&self) -> Vec<ParametersAway> {
         let is_known = !self.may_shrink && !self.is_new;
         if self.may_narrow_state && (is_known || half_parameters::must_narrow_state(self.trace)) {
@@ -76,7 +76,7 @@ impl Planner<'_> {
         tries.collect()
     }
 
-    /// The optimizer in backward or not, its state elsewhere or not, and how much may be on its way at once. Where
+    /// The optimizer in backward or not, its state offloaded or not, and how much may be on its way at once. Where
     /// there are windows for both activations and state, they are wide together and narrow together.
     fn variants(&self) -> Vec<Variant> {
         let (windows, states) = (self.windows(), self.states_away());
@@ -102,7 +102,7 @@ impl Planner<'_> {
                     ..plain
                 };
                 variants.push(plain);
-                // State that is elsewhere makes updates come one by one by itself.
+                // Offloaded state makes updates come one by one by itself.
                 variants
                     .extend((one_by_one_pays && offload_optimizer.is_none()).then_some(one_by_one));
                 variants.extend(may_fuse.then_some(fused));
@@ -170,7 +170,7 @@ impl Planner<'_> {
         ]
     }
 
-    /// State elsewhere, with a window that lets any one update's come ahead, and with none; nothing where the state
+    /// Offloaded state, with a window that lets any one update's come ahead, and with none; nothing where the state
     /// has to stay.
     pub(super) fn states_away(&self) -> Vec<StateAway> {
         let Some(narrow) = self.state_away(Bytes::ZERO) else {
@@ -182,7 +182,7 @@ impl Planner<'_> {
         wide.into_iter().chain([narrow]).collect()
     }
 
-    /// State elsewhere with a window of so many bytes; `None` where it has to stay.
+    /// Offloaded state with a window of so many bytes; `None` where it has to stay.
     pub(super) fn state_away(&self, window_bytes: Bytes) -> Option<StateAway> {
         self.state_offer()?;
         Some(StateAway {

@@ -8,7 +8,7 @@
 
 use std::hash::{BuildHasher, RandomState};
 
-/// Hash index over entries that live elsewhere: open addressing, linear probing.
+/// Hash index over entries that live in another table: open addressing, linear probing.
 pub(super) struct Index {
     /// `tag << 32 | number + 1`; 0 is free.
     cells: Vec<u64>,

@@ -57,7 +57,7 @@ enum Key {
         number: usize,
         allocation: usize,
     },
-    /// What of the parameters that are elsewhere is in memory, as one.
+    /// What of the offloaded parameters is in memory, as one.
     Room,
     /// Scratch number so and so.
     Scratch(usize),
@@ -124,7 +124,7 @@ impl Script<'_> {
         }
     }
 
-    /// The room of parameters that are elsewhere, and gradients of earlier micro-batches.
+    /// The room of offloaded parameters, and gradients of earlier micro-batches.
     fn constants(&mut self) {
         if self.model.room_bytes > 0 {
             self.turn(0, 0, Key::Room, true, self.model.room_bytes);
@@ -143,7 +143,7 @@ impl Script<'_> {
         }
     }
 
-    /// Updates one by one: each has its temporaries, and its state if that is elsewhere otherwise; inside
+    /// Updates one by one: each has its temporaries, and its state if that is offloaded; inside
     /// backward it lets its gradient go. Returns the gradients that wait for one, with the position.
     fn updates(&mut self) -> BTreeSet<(usize, usize)> {
         let mut waiting = BTreeSet::new();
@@ -180,7 +180,7 @@ impl Script<'_> {
         waiting
     }
 
-    /// The state of an update that is elsewhere otherwise comes or goes.
+    /// The offloaded state of an update comes or goes.
     fn state(&mut self, position: usize, update: usize, states: &[AllocationId], comes: bool) {
         let model = self.model;
         for (number, state) in states.iter().enumerate() {

@@ -531,7 +531,7 @@ impl Twin<'_> {
         }
     }
 
-    /// Versions that someone besides this record refers to. A record that let its outputs pass may run again
+    /// Versions that something other than this record refers to. A record that let its outputs pass may run again
     /// while it exists, even if only this one refers to it.
     fn read_by_others(&self, record: usize, p: usize) -> Vec<bool> {
         let mut made = self.records[record].made.clone();

@@ -307,7 +307,7 @@ fn compare(
     let holdings = evaluator.holdings_at_peak(treatments);
     let held: Bytes = holdings.iter().map(|h| h.bytes).sum();
     // Workspaces, an update's temporaries, a replay's unwanted outputs and the gradients of earlier pieces are no
-    // allocation held, nor is state that is there for a moment, nor a parameter that is elsewhere but for its room.
+    // allocation held, nor is state that is there for a moment, nor a parameter that is offloaded but for its room.
     let away = variant.offload_optimizer;
     let state = |update| away.map_or(Bytes::ZERO, |away| away.bytes(trace, update));
     let passing: Bytes = trace.updates.iter().map(state).sum();

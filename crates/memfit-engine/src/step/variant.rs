@@ -1,7 +1,7 @@
 //! The choices that change the events of a step themselves.
 //!
 //! Responsible for the types. Not responsible for what follows from them: `offload/` says which parameters and which
-//! state are elsewhere, `eight_bit_state.rs` which state is in 8 bits, `layout/` what the events are then.
+//! state are offloaded, `eight_bit_state.rs` which state is in 8 bits, `layout/` what the events are then.
 
 use crate::bytes::Bytes;
 
@@ -22,7 +22,7 @@ pub struct Variant {
     /// The optimizer runs per parameter, and state is in 8 bits, also while it does. Of offloaded state, a slice
     /// is in memory then.
     pub eight_bit_state: Option<EightBitState>,
-    /// The optimizer runs per parameter, and parameters are elsewhere but for a room in memory.
+    /// The optimizer runs per parameter, and parameters are offloaded but for a room in memory.
     pub offload_parameters: Option<ParametersAway>,
 }
 
@@ -37,7 +37,7 @@ impl Variant {
     }
 }
 
-/// State that is elsewhere between updates.
+/// State that is offloaded between updates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateAway {
     /// Most bytes fetched ahead of their update, and most on their way out.
@@ -55,7 +55,7 @@ pub struct EightBitState {
     pub lower_halves: bool,
 }
 
-/// Parameters that are elsewhere but for a room in memory.
+/// Parameters that are offloaded but for a room in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParametersAway {
     /// Most bytes of them in memory, or on their way, at a time.

@@ -1,4 +1,4 @@
-//! The same step run in another way: what a plan may choose besides what it may change.
+//! The same step run in another way: what a plan may choose apart from what it may change.
 //!
 //! Responsible for the types, and for what an alternative must have in common with its trace. Not
 //! responsible for which ways are worth a capture ([`crate::plan::ways`]) nor for choosing one (`plan/ways.rs`).

@@ -191,7 +191,7 @@ impl StoreFile {
         }
     }
 
-    /// The file itself, for what is asked and told of it besides its bytes.
+    /// The file itself, for what is asked and told of it apart from its bytes.
     pub(crate) const fn handle(&self) -> &File {
         &self.file
     }

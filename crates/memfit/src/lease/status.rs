@@ -39,7 +39,7 @@ pub struct DeviceStatus {
     pub granted_bytes: u64,
     /// What it could still grant.
     pub free_bytes: u64,
-    /// What it could grant besides, if others had not taken it; absent where that does not matter to it.
+    /// What it could also grant, if others had not taken it; absent where that does not matter to it.
     pub occupied_bytes: Option<u64>,
     /// All memory of the device, granted by the broker or not; absent where it is unknown, as with older brokers.
     pub total_bytes: Option<u64>,

@@ -1,4 +1,4 @@
-//! What `memfit verify --compile` says besides, and the host's answer to it.
+//! What `memfit verify --compile` adds, and the host's answer to it.
 //!
 //! Responsible for the shapes, as `document.rs` is for all others.
 

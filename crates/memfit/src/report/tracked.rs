@@ -292,7 +292,7 @@ pub(crate) struct LoopSteps {
 pub(crate) struct LoopPlan {
     pub(crate) budget_bytes: Bytes,
     pub(crate) fits: bool,
-    /// Predicted peak of the step without a plan, what the script holds besides included; absent if every recorded
+    /// Predicted peak of the step without a plan, all else that the script holds included; absent if every recorded
     /// step ran in pieces of the batch.
     pub(crate) unplanned_peak_bytes: Option<Bytes>,
     pub(crate) predicted_peak_bytes: Bytes,

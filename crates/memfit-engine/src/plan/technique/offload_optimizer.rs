@@ -1,4 +1,4 @@
-//! The optimizer's state elsewhere between updates.
+//! The optimizer's state offloaded between updates.
 //!
 //! Responsible for whether it may go, for the smallest tensor that is worth it, for the action and for the words. Not
 //! responsible for the windows that are tried (`combinations.rs`), nor for when state moves ([`crate::step`]).

@@ -1,7 +1,7 @@
 //! Updates of the optimizer one parameter at a time, after backward.
 //!
 //! Responsible for when that may be, for the bytes of all updates at once that it spares, for the action and for the
-//! words. Not responsible for updates inside backward (`fuse_optimizer.rs`), nor for state that is elsewhere
+//! words. Not responsible for updates inside backward (`fuse_optimizer.rs`), nor for state that is offloaded
 //! (`offload_optimizer.rs`): both make updates one by one too.
 
 use super::{ActsOn, Technique, counted};

@@ -232,7 +232,7 @@ mod tests {
         let numbers = 64_000;
         let spared = 2 * (4 * numbers - numbers - 4 * 250);
         let [wide, narrow] = [None, Some(STATE)].map(|it| peak(variant(it)));
-        // One by one, the peak is the update with its temporaries; without them it is elsewhere.
+        // One by one, the peak is the update with its temporaries; without them it is at another op.
         assert!(wide - narrow >= Bytes(spared), "{wide} {narrow}");
         assert!(wide - narrow <= Bytes(spared + 64_000), "{wide} {narrow}");
     }

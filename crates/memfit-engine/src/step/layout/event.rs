@@ -7,7 +7,7 @@
 pub(in crate::step) enum Event {
     /// Autograd packs saved tensor `.0`.
     Pack(usize),
-    /// Forward is over, and what it saved is packed: every write elsewhere settles.
+    /// Forward is over, and what it saved is packed: every write of offloaded bytes settles.
     ForwardEnd,
     /// Natural range ends: allocation, and for a range that backward opened the slot it holds.
     End {

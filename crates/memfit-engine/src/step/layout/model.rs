@@ -84,7 +84,7 @@ pub struct StepModel {
     /// What everything else is alive in, for reports: ranges per allocation.
     pub(in crate::step) fixed_ranges: Vec<Vec<(usize, usize)>>,
     pub(in crate::step) forward_end: usize,
-    /// Parameters that are elsewhere hold so much all the time.
+    /// Offloaded parameters hold so much all the time.
     pub(in crate::step) room_bytes: u64,
 }
 
@@ -211,7 +211,7 @@ impl StepModel {
         (slot < slots.end).then_some(slot)
     }
 
-    /// What is elsewhere takes nothing by itself: its room does, throughout.
+    /// What is offloaded takes nothing by itself: its room does, throughout.
     fn take_parameters_away(&mut self, trace: &Trace) {
         if let Some(away) = self.variant.offload_parameters {
             self.room_bytes = away.held_bytes(trace).0;

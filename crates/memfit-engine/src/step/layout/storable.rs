@@ -1,4 +1,4 @@
-//! What may be written elsewhere, what may be computed or fetched more than once, and in which order
+//! What may be offloaded, what may be computed or fetched more than once, and in which order
 //! what was written comes back.
 //!
 //! Responsible for the rules of `docs/concepts/transformed-trace.md` on stores and homes as far as one

@@ -16,7 +16,7 @@ pub enum Treatment {
         /// Requests for what ops from here on made let it pass; [`Treatment::NO_HOME`] for none.
         home: OpIndex,
     },
-    /// It is written elsewhere, and fetched.
+    /// It is offloaded, and fetched.
     Store {
         /// As for a drop.
         home: OpIndex,
@@ -85,7 +85,7 @@ impl Treatment {
         matches!(self, Self::Drop { .. })
     }
 
-    /// Is it written elsewhere?
+    /// Is it offloaded?
     #[must_use]
     pub const fn is_store(self) -> bool {
         matches!(self, Self::Store { .. })

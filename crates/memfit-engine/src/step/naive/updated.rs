@@ -1,5 +1,5 @@
-//! The part of the slow twin that knows of updates one by one, of state that is elsewhere between them or in 8 bits, and
-//! of parameters that are elsewhere.
+//! The part of the slow twin that knows of updates one by one, of state that is offloaded between them or in 8 bits,
+//! and of offloaded parameters.
 //!
 //! Responsible for what the page says under "Optimizer state elsewhere", "Optimizer state in 8 bits", "Parameters elsewhere" and
 //! "Optimizer step inside backward".
@@ -74,7 +74,7 @@ impl Updates {
     }
 }
 
-/// Is this a parameter that is elsewhere?
+/// Is this an offloaded parameter?
 pub(super) fn is_parameter_away(trace: &Trace, variant: Variant, a: usize) -> bool {
     let Some(away) = variant.offload_parameters else {
         return false;
@@ -150,7 +150,7 @@ fn comes_in_slices(trace: &Trace, variant: Variant, i: usize, a: usize) -> bool 
     is_narrow_state(trace, variant, i, a) && goes.is_some_and(large)
 }
 
-/// What parameters that are elsewhere take all the time.
+/// What offloaded parameters take all the time.
 pub(super) fn room_of_parameters(trace: &Trace, variant: Variant) -> u64 {
     let Some(away) = variant.offload_parameters else {
         return 0;
@@ -223,8 +223,8 @@ impl Twin<'_> {
         }
     }
 
-    /// An update that reads and writes moments in 8 bits makes no temporaries on a CPU; elsewhere it takes 18 bytes for each
-    /// of a million numbers. Of moments that come in slices, one of such a slice is there.
+    /// An update that reads and writes moments in 8 bits makes no temporaries on a CPU; on other devices it takes 18
+    /// bytes for each of a million numbers. Of moments that come in slices, one of such a slice is there.
     fn temporaries_of(&self, i: usize) -> u64 {
         let update = &self.trace.updates[i];
         let mut slice = 0;

@@ -1,4 +1,4 @@
-//! Parameters elsewhere: which they are, in which order a step uses them, and what moves for that.
+//! Offloaded parameters: which they are, in which order a step uses them, and what moves for that.
 //!
 //! Responsible for what `docs/concepts/transformed-trace.md` says under "Parameters elsewhere". What is in memory at
 //! which use is [`super::room`]'s. Not responsible for the peak: the room counts throughout (`layout/events.rs`).

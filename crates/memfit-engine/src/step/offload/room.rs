@@ -1,4 +1,4 @@
-//! Which of the parameters that are elsewhere are in memory: a room of so many bytes, and a known order of use.
+//! Which of the offloaded parameters are in memory: a room of so many bytes, and a known order of use.
 //!
 //! Responsible for what comes and what goes when some of them are needed: a pure state machine, which the plan asks
 //! what a step would move (`parameters.rs`) and the executor asks what to move. Not responsible for moving
@@ -17,7 +17,7 @@
 /// What is to be done, in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Move {
-    /// Its memory goes, once its bytes are elsewhere.
+    /// Its memory goes, once its bytes are written.
     Evict(usize),
     /// It comes, and is waited for.
     Fetch(usize),

@@ -1,7 +1,7 @@
 //! Updates one by one: in which order they come, and what of the optimizer's state is there meanwhile.
 //!
 //! Responsible for the order of updates where the optimizer runs per parameter, and for the moments at which
-//! state that is elsewhere otherwise comes and goes. Part of laying a step out (`layout/events.rs` sums the bytes,
+//! offloaded state comes and goes. Part of laying a step out (`layout/events.rs` sums the bytes,
 //! `lives.rs` writes them out one by one, `plan/search/transfers.rs` asks what they cost); not responsible for gradients.
 
 use std::collections::VecDeque;

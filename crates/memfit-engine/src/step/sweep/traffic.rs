@@ -121,7 +121,7 @@ impl Traffic {
         &self.lines
     }
 
-    /// To set it to what it is elsewhere.
+    /// The same, to be set.
     pub(super) const fn lines_mut(&mut self) -> &mut Lines {
         &mut self.lines
     }

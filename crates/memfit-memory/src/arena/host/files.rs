@@ -157,7 +157,7 @@ impl Shown<'_> {
 
     /// Has all of these parts' pages brought in if memory has every one of them, and says whether it
     /// had: then no byte of them came from the disk just now. Otherwise, and where the system does not tell
-    /// (Linux before 6.5, file systems that keep their pages elsewhere), not all of them are brought in.
+    /// (Linux before 6.5, file systems that keep their pages outside the page cache), not all of them are brought in.
     #[must_use]
     pub fn were_in_memory(&self, parts: &[FilePart<'_>]) -> bool {
         let before = system::major_faults(Whose::Thread);
@@ -413,7 +413,7 @@ mod system {
 
 #[cfg(not(target_os = "linux"))]
 mod system {
-    //! Elsewhere files are read and not mapped.
+    //! On other systems files are read and not mapped.
 
     use std::io;
 

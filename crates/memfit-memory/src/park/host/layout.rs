@@ -36,7 +36,7 @@ impl From<(Vec<String>, u64, u64)> for Tensor {
     }
 }
 
-/// A range of a model's memory and what of it is kept elsewhere.
+/// A range of a model's memory and what of it is kept outside.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) start: u64,

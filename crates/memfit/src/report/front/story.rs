@@ -5,7 +5,7 @@ use memfit_engine::plan::{Class, Front, FrontPoint, FrontStop};
 
 use crate::report::words;
 
-/// A factor of time with a digit more than elsewhere: neighbours on a front lie close together.
+/// A factor of time with a digit more than in other reports: neighbours on a front lie close together.
 pub(crate) fn ratio(ratio: f64) -> String {
     format!("{ratio:.3} x")
 }

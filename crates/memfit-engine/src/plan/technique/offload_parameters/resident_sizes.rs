@@ -1,4 +1,4 @@
-//! Parameters elsewhere: how much room they may have, with what else, and what moving them costs.
+//! Offloaded parameters: how much room they may have, with what else, and what moving them costs.
 //!
 //! Responsible for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
 //! of parameters add, those for what runs again included. Not responsible for whether parameters may go (`mod.rs`),
@@ -18,7 +18,7 @@ use crate::trace::{AllocationId, Phase, Trace};
 const ROOMS: [u64; 3] = [3, 2, 1];
 
 impl Planner<'_> {
-    /// Combinations with parameters elsewhere: those that may be faster than what there is, and in any case those
+    /// Combinations with offloaded parameters: those that may be faster than what there is, and in any case those
     /// that leave the least in memory, in backward and after it: what none of them reaches, nothing does.
     pub(in crate::plan) fn with_rooms(
         &self,
@@ -65,7 +65,7 @@ impl Planner<'_> {
         !self.request.own_backward && fuse_optimizer::refusal(self.trace, self.request).is_none()
     }
 
-    /// Parameters elsewhere, from the largest room to the smallest; nothing where they have to stay.
+    /// Offloaded parameters, from the largest room to the smallest; nothing where they have to stay.
     pub(in crate::plan) fn parameters_away(&self) -> Vec<ParametersAway> {
         let Some(narrow) = self.narrowest_room() else {
             return Vec::new();
@@ -99,7 +99,7 @@ impl Planner<'_> {
         wide.chain(Some(narrow)).collect()
     }
 
-    /// Parameters elsewhere in the smallest room that will do; `None` where they have to stay.
+    /// Offloaded parameters in the smallest room that will do; `None` where they have to stay.
     pub(in crate::plan) fn narrowest_room(&self) -> Option<ParametersAway> {
         self.parameters_offer()?;
         let away = ParametersAway {
@@ -115,7 +115,7 @@ impl Planner<'_> {
         Some(ParametersAway { room_bytes, ..away })
     }
 
-    /// Combinations of pieces with parameters elsewhere, in the largest room and in the smallest: those that may be
+    /// Combinations of pieces with offloaded parameters, in the largest room and in the smallest: those that may be
     /// faster than what there is, and in any case the one that leaves the least in memory.
     pub(in crate::plan) fn pieces_with_rooms(
         &self,
