@@ -99,8 +99,8 @@ pub enum StoreError {
     },
     /// A transfer failed.
     #[error(
-        "{verb} {length} bytes of {} in `{}` failed: {reason}",
-        purpose.things, folder.display()
+        "{verb} {} of {} in `{}` failed: {reason}",
+        Bytes(*.length), purpose.things, folder.display()
     )]
     Transfer {
         /// What the file is for.
@@ -116,8 +116,9 @@ pub enum StoreError {
     },
     /// The bytes read are not those written.
     #[error(
-        "{length} bytes of {} in `{}` came back changed: their checksum is {found:08x} and was \
-         {written:08x}\nhint: the disk or its driver damages data", purpose.things, folder.display()
+        "{} of {} in `{}` came back changed: the checksum is {found:08x} and was {written:08x}\n\
+         hint: the disk or its driver damages data",
+        Bytes(*.length), purpose.things, folder.display()
     )]
     Changed {
         /// What the file is for.

@@ -324,7 +324,7 @@ mod tests {
         file.handle().set_len(2_500_000).unwrap();
         let error = file.read(0, &mut back, checksum).unwrap_err().to_string();
         assert!(
-            error.contains("reading 3000000 bytes") && error.ends_with("ends before them"),
+            error.contains("reading 2.9 MiB") && error.ends_with("ends before them"),
             "{error}"
         );
     }

@@ -271,7 +271,7 @@ fn a_failed_write_is_told_every_time() {
     assert!(
         first
             .to_string()
-            .starts_with("writing 5000 bytes of offloaded tensors in"),
+            .starts_with("writing 4.9 KiB of offloaded tensors in"),
         "{first}"
     );
     assert_eq!(block.settle(&mut never), Err(first.clone()));

@@ -2,6 +2,8 @@
 //!
 //! Responsible for one variant per cause, with the call, the bytes and the next step in it.
 
+use memfit_engine::bytes::Bytes;
+
 /// Why memory of a device was not had, moved or given back.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum VmmError {
@@ -34,7 +36,7 @@ pub enum VmmError {
         device: u32,
     },
     /// The device has no room.
-    #[error("device {device} has no room for {wanted} bytes: {} are free", free_text(*.free))]
+    #[error("device {device} has no room for {}: {} free", Bytes(*.wanted), free_text(*.free))]
     NoRoom {
         /// Its number.
         device: u32,
@@ -68,7 +70,7 @@ pub enum VmmError {
         end: u64,
     },
     /// The host has no memory for a copy.
-    #[error("the host has no memory for {wanted} bytes: {reason}")]
+    #[error("the host has no memory for {}: {reason}", Bytes(*.wanted))]
     NoHostMemory {
         /// What was asked for.
         wanted: u64,
@@ -78,5 +80,8 @@ pub enum VmmError {
 }
 
 fn free_text(free: Option<u64>) -> String {
-    free.map_or_else(|| "an unknown number".to_owned(), |bytes| bytes.to_string())
+    free.map_or_else(
+        || "an unknown amount is".to_owned(),
+        |bytes| format!("{} is", Bytes(bytes)),
+    )
 }

@@ -193,7 +193,7 @@ fn a_wake_without_room_leaves_it_parked_and_whole() {
     assert_eq!(refused.reason(), "no_memory");
     assert_eq!(
         refused.to_string(),
-        "no memory to wake 10.0 MiB (10485760 bytes): device 0 has no room for 10485760 bytes: 1048576 are \
+        "no memory to wake 10.0 MiB (10485760 bytes): device 0 has no room for 10.0 MiB: 1.0 MiB is \
          free; the model stays parked, and whole\nhint: park or end something else, and wake it again"
     );
     fixture.check_books();

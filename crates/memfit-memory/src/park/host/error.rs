@@ -31,7 +31,7 @@ pub enum ParkError {
         reason: String,
     },
     /// The system gives no memory to lay a model out in.
-    #[error("no memory of {length} bytes to park a model in: {reason}")]
+    #[error("no memory of {} to park a model in: {reason}", Bytes(*.length as u64))]
     NotMapped {
         /// What was asked for.
         length: usize,
@@ -48,7 +48,7 @@ pub enum ParkError {
     },
     /// Bytes in the nameless file are not those that were parked.
     #[error(
-        "parked bytes {start} to {} came back changed from the file in `{}`: nobody is given them\n\
+        "parked bytes {start} to {} came back changed from the file in `{}`, and are not handed out\n\
          hint: the disk or its driver damages data; load the model again",
         start + length, folder.display()
     )]
@@ -62,7 +62,7 @@ pub enum ParkError {
     },
     /// The system maps a part of the nameless file, and does not bring it into memory.
     #[error(
-        "parked bytes {start} to {} cannot be brought into memory: {reason}; nobody is given them\n\
+        "parked bytes {start} to {} cannot be brought into memory: {reason}; they are not handed out\n\
          hint: park or end something else, and try it again",
         start + length
     )]
