@@ -9,8 +9,6 @@ use memfit_memory::park::host::ParkError as ParkFailure;
 use pyo3::import_exception;
 use pyo3::prelude::*;
 
-use crate::value::Value;
-
 import_exception!(memfit.errors, LeaseError);
 import_exception!(memfit.errors, ParkError);
 
@@ -19,9 +17,6 @@ pub(crate) struct Failure(PyErr);
 
 /// What a call gives, or what Python raises.
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
-
-/// A value as Python has it, or what Python raises.
-pub(crate) type Answer<T> = Result<Value<T>>;
 
 impl From<PyErr> for Failure {
     fn from(error: PyErr) -> Self {

@@ -7,8 +7,8 @@ use pyo3::Python;
 
 /// Calls whose answers cross as values. The interpreter is released meanwhile.
 pub(crate) mod free {
-    pub(crate) use crate::errors::Answer;
     use crate::errors::Result;
+    pub(crate) use crate::value::Answer;
 
     pub(crate) fn answer<T: Send>(call: impl FnOnce() -> Result<T> + Send) -> Answer<T> {
         super::released(call).map(crate::value::Value)
@@ -17,8 +17,8 @@ pub(crate) mod free {
 
 /// The same for calls that take less time than it takes to release the interpreter.
 pub(crate) mod quick {
-    pub(crate) use crate::errors::Answer;
     use crate::errors::Result;
+    pub(crate) use crate::value::Answer;
 
     pub(crate) fn answer<T>(call: impl FnOnce() -> Result<T>) -> Answer<T> {
         call().map(crate::value::Value)

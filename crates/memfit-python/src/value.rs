@@ -8,10 +8,13 @@ use pythonize::{depythonize, pythonize};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::errors::{BudgetError, UsageError};
+use crate::errors::{BudgetError, Result, UsageError};
 
 /// A value on its way between the languages.
 pub(crate) struct Value<T>(pub(crate) T);
+
+/// A value as Python has it, or what Python raises.
+pub(crate) type Answer<T> = Result<Value<T>>;
 
 impl<'a, 'py, T: DeserializeOwned> FromPyObject<'a, 'py> for Value<T> {
     type Error = PyErr;

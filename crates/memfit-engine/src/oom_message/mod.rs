@@ -35,6 +35,7 @@ mod amount;
 mod document;
 mod judge;
 mod log;
+mod numbers;
 mod read;
 mod scan;
 mod words;

@@ -4,7 +4,7 @@
 
 use super::amount::Amount;
 use super::document::{Kind, NextStep, OomCause, ShownCause, Undecided};
-use super::judge::Numbers;
+use super::numbers::Numbers;
 use super::read::Message;
 use crate::bytes::Bytes;
 

@@ -6,7 +6,7 @@
 //! Invariants: `birth <= released <= end`, and `birth < end`; changes are in the order of their moments, and
 //! replaying them from the lives with birth 0 gives exactly the lives.
 
-use super::{Moment, Subject};
+use super::Moment;
 use crate::snapshot::StackIndex;
 
 /// One allocation.
@@ -50,9 +50,9 @@ pub(super) struct Lives<'a> {
 
 impl<'a> Lives<'a> {
     /// Puts what happens to lives in order: by moment, then by their positions.
-    pub(super) fn new(subject: &'a Subject<'_>) -> Self {
-        let lives = subject.lives.as_slice();
-        let moments = super::moments(subject.device);
+    ///
+    /// `moments` is one more than the number of events.
+    pub(super) fn new(lives: &'a [Life], moments: Moment) -> Self {
         let changes_of = |life: &Life| {
             [
                 (life.birth, Change::Born),

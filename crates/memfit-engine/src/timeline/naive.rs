@@ -101,7 +101,7 @@ proptest! {
     ) {
         let snapshot = waves(&shape(events), seed);
         let subject = three_owners(&snapshot);
-        let (lives, segments) = (Lives::new(&subject), segments::of(&snapshot.devices[0]));
+        let (lives, segments) = (Lives::new(&subject.lives, super::moments(subject.device)), segments::of(&snapshot.devices[0]));
         let whole = Grid::whole(lives.moments, most);
         prop_assert!(whole.count <= most);
         let part = Grid { first: first.min(lives.moments - 1), width: 1, count: 1 };
@@ -141,7 +141,7 @@ proptest! {
     fn the_peak_is_the_highest_moment(seed: u64, events in 0_usize..300) {
         let snapshot = waves(&shape(events), seed);
         let subject = three_owners(&snapshot);
-        let lives = Lives::new(&subject);
+        let lives = Lives::new(&subject.lives, super::moments(subject.device));
         let peak = columns::peak(&lives, 3);
         let (at, most) = highest(0..lives.moments, |m| allocated(lives.all, m, |_| true));
         prop_assert_eq!((peak.moment, peak.allocated), (at, i128::from(most)));

@@ -159,7 +159,7 @@ struct Picture<'a> {
 impl<'a> Picture<'a> {
     fn new(snapshot: &'a Snapshot, subject: &'a Subject<'a>) -> Self {
         let Subject { device, owners, .. } = subject;
-        let lives = Lives::new(subject);
+        let lives = Lives::new(&subject.lives, super::moments(subject.device));
         let segments = segments::of(device);
         let peak = columns::peak(&lives, owners.len());
         let mut order: Vec<u32> = (0..).take(owners.len()).collect();

@@ -18,11 +18,12 @@ use crate::exit::Exit;
 use crate::lease::socket::check_place;
 use crate::lease::status::Status;
 use crate::lease::{Client, LeaseError, SocketError, usual_path};
+use crate::report::comparison::Agreement;
 use crate::report::doctor::{
     BrokerFacts, DoctorDocument, Examined, MainJob, SCHEMA_VERSION, Stage, features,
 };
 use crate::report::document::StepFacts;
-use crate::report::measured::{Agreement, MeasuredStep};
+use crate::report::measured::MeasuredStep;
 use crate::report::{json, text};
 use crate::request::{LiveTarget, PlanChoice, Target};
 use crate::session::Session;

@@ -15,14 +15,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::LeaseError;
 use super::amounts::Amounts;
+use super::error::LeaseError;
 use super::frame::Lines;
 use super::protocol::{
     Cause, Held, NAME_BYTES, REPLY_BYTES, REQUEST_BYTES, Reply, Request, Resume, VERSION,
 };
 use super::socket::connect;
 use crate::boot::milliseconds;
+
+/// How often a caller that waits is asked whether it still wants to.
+pub(super) const LOOK_UP: Duration = Duration::from_millis(50);
 
 /// First pause before another try to connect; each is twice as long as the one before.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -154,7 +157,7 @@ impl Line {
                     return Ok(Outcome::Broken);
                 }
             }
-            let waited = self.changed.wait_timeout(state, super::LOOK_UP);
+            let waited = self.changed.wait_timeout(state, LOOK_UP);
             let (guard, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
             state = guard;
             if timeout.timed_out() {
@@ -194,7 +197,7 @@ impl Line {
             if until.is_some_and(|until| Instant::now() >= until) {
                 return Ok(false);
             }
-            let waited = self.changed.wait_timeout(state, super::LOOK_UP);
+            let waited = self.changed.wait_timeout(state, LOOK_UP);
             drop(waited.unwrap_or_else(PoisonError::into_inner));
             if !goes_on(None) {
                 return Ok(false);

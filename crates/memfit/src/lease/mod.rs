@@ -4,13 +4,13 @@
 
 pub mod amounts;
 mod client;
+mod error;
 pub(crate) mod frame;
 mod line;
 pub mod protocol;
 pub(crate) mod socket;
 pub mod status;
 
-pub use client::{Client, GoesOn, LeaseError, LeaseRequest, seconds};
+pub use client::{Client, GoesOn, LeaseRequest, seconds};
+pub use error::LeaseError;
 pub use socket::{SocketError, VARIABLE, usual_path};
-
-use client::LOOK_UP;

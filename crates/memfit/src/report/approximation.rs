@@ -8,7 +8,8 @@ use memfit_engine::plan::counted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::measured::Comparison;
+use super::comparison::Comparison;
+use super::words::percent;
 
 /// Most that a plan may change gradients by, as a part of the batch's noise, unless another bound is given.
 pub(crate) const MOST_OF_NOISE: f64 = 0.1;
@@ -224,25 +225,6 @@ impl Approximation {
     }
 }
 
-/// `0.94 %`, with two digits that say something.
-pub(super) fn percent(part: f64) -> String {
-    let percent = 100.0 * part;
-    if percent > 0.0 && percent < 0.01 {
-        return "less than 0.01 %".to_owned();
-    }
-    let digits = if percent >= 10.0 {
-        0
-    } else if percent >= 1.0 {
-        1
-    } else {
-        2
-    };
-    if percent > 0.0 && percent < 0.005 {
-        return format!("{percent:.1e} %");
-    }
-    format!("{percent:.digits$} %")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -276,7 +258,7 @@ mod tests {
     #[test]
     fn a_loss_is_off_by_a_part_of_its_value_and_by_half_of_it_it_is_another() {
         let off = |max_relative_error| Comparison {
-            agreement: crate::report::measured::Agreement::Different,
+            agreement: crate::report::comparison::Agreement::Different,
             max_relative_error,
         };
         let said = |error| Approximation::loss_words(off(error));

@@ -10,8 +10,8 @@ use memfit_engine::bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::device::Room;
+use crate::report::comparison::Agreement;
 use crate::report::document::StepFacts;
-use crate::report::measured::Agreement;
 
 /// Version of the shape.
 pub(crate) const SCHEMA_VERSION: u32 = 1;

@@ -17,8 +17,8 @@ use schemars::JsonSchema;
 use serde::Serialize;
 
 use super::approximation::Approximation;
+use super::comparison::Comparison;
 use super::compiled::CompiledFacts;
-use super::measured::Comparison;
 use super::output_error::OutputError;
 
 /// Version of every shape in this file. 2: `class` of actions became `promise`, that of comparisons `agreement`.

@@ -6,6 +6,7 @@
 
 pub(crate) mod approximation;
 pub(crate) mod calibration;
+pub(crate) mod comparison;
 pub(crate) mod compiled;
 pub(crate) mod doctor;
 pub(crate) mod document;

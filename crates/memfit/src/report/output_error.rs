@@ -7,7 +7,7 @@ use memfit_engine::plan::counted;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::approximation::percent;
+use super::words::percent;
 
 /// Most that outputs may be off by, as a part of their length, unless another bound is given.
 const MOST_OF_OUTPUTS: f64 = 0.05;

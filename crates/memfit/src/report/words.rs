@@ -94,6 +94,25 @@ pub(crate) fn deviation(predicted: Bytes, measured: Bytes) -> String {
     format!("{percent:+.2} %")
 }
 
+/// `0.94 %`, with two digits that say something.
+pub(crate) fn percent(part: f64) -> String {
+    let percent = 100.0 * part;
+    if percent > 0.0 && percent < 0.01 {
+        return "less than 0.01 %".to_owned();
+    }
+    let digits = if percent >= 10.0 {
+        0
+    } else if percent >= 1.0 {
+        1
+    } else {
+        2
+    };
+    if percent > 0.0 && percent < 0.005 {
+        return format!("{percent:.1e} %");
+    }
+    format!("{percent:.digits$} %")
+}
+
 /// A factor of time: `1.17 x`.
 pub(crate) fn ratio(ratio: f64) -> String {
     format!("{ratio:.2} x")

@@ -5,12 +5,12 @@ use memfit_engine::bytes::Bytes;
 use super::devices::rooms;
 use super::{indented, section};
 use crate::printer::Palette;
+use crate::report::comparison::Agreement;
 use crate::report::doctor::{
     BrokerFacts, DoctorDocument, Examined, Feature, FolderFacts, MainJob, OffloadFacts,
     ProfileFacts, ToolFacts,
 };
 use crate::report::document::StepFacts;
-use crate::report::measured::Agreement;
 use crate::report::table::{Align, Table};
 use crate::report::words;
 

@@ -7,9 +7,9 @@ use super::plan::actions;
 use super::section;
 use crate::printer::Palette;
 use crate::report::approximation::Approximation;
+use crate::report::comparison::{Agreement, Comparison};
 use crate::report::compiled::{CompiledFacts, Reference};
 use crate::report::document::{StepFacts, VerifyDocument};
-use crate::report::measured::{Agreement, Comparison};
 use crate::report::table::{Align, Table};
 use crate::report::words;
 
