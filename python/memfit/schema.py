@@ -802,7 +802,7 @@ class CompiledGraph:
     Attributes:
         ops: Calls in it.
         saved_bytes: What forward hands to backward in memory.
-        offloaded_bytes: What it hands over elsewhere.
+        offloaded_bytes: What it hands over offloaded.
         recomputed_ops: Calls that run again in backward, each as often as it does.
         predicted_peak_bytes: Peak of the step while it runs.
         unplanned_peak_bytes: The same with everything saved.
@@ -941,7 +941,7 @@ class DeviceProfile:
         bytes_per_second: Bytes a second read plus written by a large element-wise op.
         op_overhead_seconds: Least time of any op.
         curves: Seconds by size, where measured.
-        transfers: How fast bytes move elsewhere.
+        transfers: How fast bytes move when they are offloaded.
     """
 
     name: str
@@ -1031,7 +1031,7 @@ class Explanation:
 
     Attributes:
         schema_version: Version of this shape.
-        source: The snapshot, as named by whoever asked.
+        source: The snapshot, as the caller named it.
         before: The earlier snapshot it is compared with.
         events: Number of recorded events.
         devices: By index.
@@ -1629,7 +1629,7 @@ class OomMessages:
     Attributes:
         schema_version: Version of this shape.
         kind: What this document is about: always ``oom_messages``.
-        source: The text, as named by whoever asked.
+        source: The text, as the caller named it.
         message_count: Messages in it, the same ones counted each time.
         further_count: Messages after the first 100 different ones, which are not explained.
         messages: Each different message, in the order of the text.
@@ -2420,7 +2420,7 @@ class TorchCompile:
 
 @record
 class Transfers:
-    """Bytes a second between a device and elsewhere, each absent where not known.
+    """Bytes a second between a device and where it offloads to, each absent where not known.
 
     Attributes:
         host_to_device_pinned: From pinned host memory.

@@ -143,12 +143,12 @@ Examples:
 Examples:
   memfit verify examples/gpt2.py:build --budget 50%
   memfit verify examples/gpt2.py:build --budget 3GiB --format json
-  memfit verify examples/gpt2.py:build --budget 3GiB --compile       under torch.compile, beside it and eager
+  memfit verify examples/gpt2.py:build --budget 3GiB --compile       under torch.compile
 
 The unplanned step really runs: it needs the memory that `memfit predict` says.")]
     Verify(VerifyArguments),
 
-    /// Make a smaller model: without the channels and heads that it misses least
+    /// Make a smaller model by removing the channels and heads that it misses least
     #[command(after_help = "\
 Examples:
   memfit prune examples/resnet50.py:build --parameters 50% --save pruned.pt
@@ -169,8 +169,8 @@ Examples:
   memfit place step.csv --minimize --alignment 512 --output placed.csv
   memfit place step.csv --minimize --time-limit 10 --format json
 
-The file has a header and the columns id, lower, upper, size, and perhaps alignment, as google/minimalloc
-reads them; a live range is half-open.")]
+The file has a header and the columns id, lower, upper, size, and perhaps alignment, as
+google/minimalloc reads them; a live range is half-open.")]
     Place(PlaceArguments),
 
     /// Measure this machine, so that plans know what ops cost here
@@ -186,7 +186,7 @@ an op that does nothing, copies between host and device, the disk. `memfit plan`
 while device, torch version and number of threads are the same.")]
     Calibrate(CalibrateArguments),
 
-    /// Run an unmodified script, say what it took, and perhaps fit its training steps
+    /// Run an unmodified script, say what it took, and with a budget fit its training steps
     #[command(after_help = "\
 Examples:
   memfit run train.py --epochs 3                 the script's own arguments follow its name
@@ -198,8 +198,8 @@ Examples:
   memfit run --snapshot oom.pickle train.py      CUDA memory history, for memfit explain
 
 The script runs as `python train.py` would run it. Standard output is the script's; the summary goes
-to standard error. The exit code is the script's; 75 when the broker had no room and nothing was run;
-74 with `--strict` when the budget would not have been kept.
+to standard error. The exit code is the script's; 75 when the broker had no room and nothing was
+run; 74 with `--strict` when the budget would not have been kept.
 
 Where a broker runs, the budget and what torch takes apart from tensors are leased before the script
 starts, and what its plan does not need is given back. Where none was started, the script runs
@@ -248,9 +248,9 @@ Examples:
   memfit top --once                              one frame, as text
   memfit top --once --format json                the same for programs
 
-First those that wait for memory, then those that lease, each by what they use; the keys for other
-orders stand on the screen. Without a broker it shows devices and processes. Memory of GPUs is as
-NVML tells, host memory of a process is its own: neither files nor shared pages.")]
+Processes that wait for memory come first, then those with leases, each by what they use; the screen
+shows the keys for other orders. Without a broker it shows devices and processes. GPU memory is what
+NVML reports; the host memory of a process is its private memory, without files and shared pages.")]
     Top(TopArguments),
 
     /// Say what is installed, which features work here, and why the others do not
@@ -335,7 +335,7 @@ pub(crate) struct TargetArguments {
 pub(crate) enum DeviceChoice {
     /// The processor's memory
     Cpu,
-    /// A CUDA device; none is needed
+    /// A CUDA device
     Cuda,
 }
 
@@ -364,7 +364,7 @@ pub(crate) struct PredictArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) batch: Option<u64>,
 
-    /// Kind of device to predict for [default: the one the workload is on]
+    /// Kind of device to predict for, which need not be here [default: the one the workload is on]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceChoice>,
 
@@ -387,7 +387,7 @@ pub(crate) struct PruneArguments {
     #[command(flatten)]
     pub(crate) size: PruneSizeArguments,
 
-    /// What channels are worth: the squares of their parameters, or parameter times gradient in a step
+    /// How to score channels: by the squares of their parameters, or by parameter times gradient in a step
     #[arg(long, value_enum, default_value_t = ScoresChoice::Magnitude)]
     pub(crate) scores: ScoresChoice,
 
@@ -534,7 +534,7 @@ pub(crate) struct ReplayArguments {
     #[arg(long = "set", value_name = "NAME=VALUE")]
     pub(crate) settings: Vec<String>,
 
-    /// Replay on a device with so much memory [default: what a recorded OOM shows; else no end]
+    /// Replay on a device with so much memory [default: what a recorded OOM shows; else unlimited]
     #[arg(long, value_name = "BYTES")]
     pub(crate) device_memory: Option<String>,
 }

@@ -41,7 +41,7 @@ pub struct DeviceProfile {
     /// Seconds by size, where measured.
     #[serde(default, skip_serializing_if = "Curves::is_empty")]
     pub curves: Curves,
-    /// How fast bytes move elsewhere.
+    /// How fast bytes move when they are offloaded.
     #[serde(default, skip_serializing_if = "Transfers::is_empty")]
     pub transfers: Transfers,
 }
@@ -77,7 +77,7 @@ impl Curves {
     }
 }
 
-/// Bytes a second between a device and elsewhere, each absent where not known.
+/// Bytes a second between a device and where it offloads to, each absent where not known.
 #[derive(Debug, Clone, Default, PartialEq, JsonSchema, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Transfers {

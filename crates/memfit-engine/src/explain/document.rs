@@ -22,7 +22,7 @@ pub const SCHEMA_VERSION: u32 = 1;
 pub struct Explanation {
     /// Version of this shape.
     pub schema_version: u32,
-    /// The snapshot, as named by whoever asked.
+    /// The snapshot, as the caller named it.
     pub source: String,
     /// The earlier snapshot it is compared with.
     pub before: Option<String>,

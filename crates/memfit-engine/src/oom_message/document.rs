@@ -18,7 +18,7 @@ pub struct OomMessages {
     pub schema_version: u32,
     /// What this document is about: always `oom_messages`.
     pub kind: String,
-    /// The text, as named by whoever asked.
+    /// The text, as the caller named it.
     pub source: String,
     /// Messages in it, the same ones counted each time.
     pub message_count: u64,

@@ -359,7 +359,7 @@ impl Trace {
         Ok(made)
     }
 
-    /// The alternatives captured; none where nobody has tried.
+    /// The alternatives captured; none where none was tried.
     #[must_use]
     pub fn alternatives(&self) -> &[Alternative] {
         self.alternatives

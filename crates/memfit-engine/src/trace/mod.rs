@@ -109,7 +109,7 @@ pub struct Trace {
     /// Why the batch cannot be split; empty when it can, absent when only one batch size was captured.
     #[serde(default)]
     pub couplings: Option<Vec<Coupling>>,
-    /// The step in slices; absent when nobody has tried.
+    /// The step in slices; absent when not tried.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub alternatives: Option<Alternatives>,
     /// What its ops take on pieces of the batch, where somebody has asked.

@@ -94,7 +94,7 @@ pub(crate) struct PlanArguments {
     #[command(flatten)]
     pub(crate) choice: PlanChoiceArguments,
 
-    /// Kind of device to plan for [default: the one the workload is on]
+    /// Kind of device to plan for, which need not be here [default: the one the workload is on]
     #[arg(long, value_enum)]
     pub(crate) device: Option<DeviceChoice>,
 
@@ -110,7 +110,7 @@ pub(crate) struct PlanArguments {
 
     /// Plan for many budgets and draw step time against peak, as a page or an image that opens offline
     ///
-    /// The report and the JSON are then those of the front. `--budget` is not needed, and marked if given.
+    /// The report and the JSON are then those of the front. `--budget` is not needed; if given, it is marked.
     #[arg(long, value_name = "FILE.html|FILE.svg", conflicts_with = "save")]
     pub(crate) pareto: Option<PathBuf>,
 
@@ -139,9 +139,9 @@ pub(crate) struct VerifyArguments {
     #[arg(long, conflicts_with = "own_loop")]
     pub(crate) compile: bool,
 
-    /// Most that an approximate plan may be off by: 10%, 0.1 [default: 10%, of inference 5%]
+    /// Most that an approximate plan may be off by: 10%, 0.1 [default: 10%, for inference 5%]
     ///
-    /// Gradients in parts of what other examples would change them by; outputs of inference in parts of their length.
+    /// Gradients are compared with how much other examples would change them, outputs of inference with their own length.
     #[arg(long, value_name = "PART")]
     pub(crate) max_error: Option<Part>,
 

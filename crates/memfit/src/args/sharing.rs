@@ -24,7 +24,7 @@ pub(crate) struct BrokerArguments {
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub(crate) metrics: Option<String>,
 
-    /// How long to hold grants back after a restart, for clients of before to come back
+    /// How long to hold grants back after a restart, so that earlier clients can reconnect
     #[arg(long, value_name = "SECONDS", default_value_t = 3, value_parser = clap::value_parser!(u32).range(0..=3600))]
     pub(crate) grace: u32,
 }
@@ -57,7 +57,7 @@ pub(crate) struct TopArguments {
     #[arg(long)]
     pub(crate) once: bool,
 
-    /// Time between two looks
+    /// Time between two frames
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
     pub(crate) interval: f64,
 

@@ -83,7 +83,7 @@ pub(crate) struct CompiledGraph {
     pub(crate) ops: u64,
     /// What forward hands to backward in memory.
     pub(crate) saved_bytes: Bytes,
-    /// What it hands over elsewhere.
+    /// What it hands over offloaded.
     pub(crate) offloaded_bytes: Bytes,
     /// Calls that run again in backward, each as often as it does.
     pub(crate) recomputed_ops: u64,
