@@ -277,6 +277,9 @@ def _may_be_packed(tensors: list[Tensor]) -> bool:
 @cache
 def _short_floats() -> frozenset[torch.dtype]:
     """Floats of 16 bits that oneDNN multiplies on this processor."""
+    onednn: Any = torch.backends.mkldnn
+    if not onednn.is_available():
+        return frozenset()
     known = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,

@@ -130,7 +130,7 @@ def _of_other_sizes(loop: Loop) -> list[str]:
             plans.foreseen_steps,
         ),
         ("steps larger than any planned, run by the plan of least peak", plans.larger_steps),
-        ("evaluations on pieces of their batch", loop.pieces.evaluations),
+        ("evaluations on pieces of their batch", loop.ways.pieces.evaluations),
         ("evaluations with parameters offloaded until they are used", loop.evaluations.count),
     )
     return [f"{what}: {count}" for what, count in counted if count]

@@ -28,7 +28,6 @@ from memfit.apply.executor import Executor
 from memfit.apply.slices.chunk import take_off_ended
 from memfit.errors import MemfitError, UsageError, first_line
 from memfit.run.script.as_recorded import AsRecordedPass, recorded_peak_bytes, said_of
-from memfit.run.script.casting import ACTION, Casting
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
@@ -42,7 +41,6 @@ from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
-from memfit.run.script.pieces import PiecesOfBatch
 from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
@@ -51,11 +49,10 @@ from memfit.run.script.recordings import MAX_RECORDINGS, Recordings
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
 from memfit.run.script.shrinking import GivingWay
-from memfit.run.script.slices import KIND as SLICES
-from memfit.run.script.slices import InSlicesOfRows
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
+from memfit.run.script.ways import PIECES, Ways, kind_of
 from memfit.run.script.ways_out import offers, ways_out, why_over
 from memfit.track.steps import STEPS
 
@@ -94,7 +91,7 @@ class Loop:
         went_in_step: Whether the script has let go of the model in the middle of a step.
         beginning_uses: Parameters, by ``id``, and names of ops on them, by which steps began that
             no module's call does.
-        pieces: What is known of calls on pieces of the batch.
+        ways: The ways of its steps in other ops than the script's.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
         placing: Where its parameters and the optimizer's state are.
         need: Whether its passes need room that others take.
@@ -145,9 +142,7 @@ class Loop:
         self.differentiates_more = False
         self.undoes = self.has_rival = self.went_in_step = False
         self.beginning_uses: set[tuple[int, str]] = set()
-        self._casting = Casting(request)
-        self.pieces = PiecesOfBatch(request)
-        self._slices = InSlicesOfRows(request)
+        self.ways = Ways(request, self.device)
         self.cut_ops = LeanWay()
         self.lean_backward = LeanBackward(self.budget_bytes, self.notes)
         self.evaluations = Evaluations(request, self.device, self._choose_place)
@@ -217,7 +212,7 @@ class Loop:
         self.plans.another_comes()
         self._updates.another_comes()
         self._outside.another_comes(root)
-        self.pieces.another_comes()
+        self.ways.pieces.another_comes()
         return True
 
     def takes_in(self, other: nn.Module, running: Pass) -> bool:
@@ -261,7 +256,7 @@ class Loop:
             return contextlib.nullcontext()
         key, budget, live = call.key, self.budget_bytes(), live_bytes(self.device)
         if self._request.options.promise != "exact":
-            return self.pieces.evaluation(key, call.module, call.inputs, live, budget)
+            return self.ways.pieces.evaluation(key, call.module, call.inputs, live, budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or not self._forbidden.may_offload_parameters:
             return contextlib.nullcontext()
@@ -427,12 +422,12 @@ class Loop:
         if not (self._checkpoints.around_model or call.is_use):
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
-                self.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
-        way = None if call.is_use else self._way(key)
+                self.ways.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
+        way = None if call.is_use else self.ways.wanted(key)
         self.cut_ops.always |= way is not None  # which rounds
         budget = self.budget_bytes()
         model, first = self._model(), way is None and not (self.plans or call.is_use)
-        inside = self._slices.first(model, self.device, budget) if first else None
+        inside = self.ways.first(model, budget) if first else None
         what = (model, call, optimizers, way, budget)
         running = ObservedPass(self.device, *what, inside=inside)
         running.follows(self._pending or self._kept)
@@ -501,9 +496,6 @@ class Loop:
         if observation is None:
             return
         self.recordings.ended(inputs_key)
-        if not self._slices.first_ended(observation):
-            self._looks_again = True
-            return  # it is recorded whole next
         if self.placing.in_closure:
             observation.state_stays = _IN_STEP
         if observation.spill_problem:
@@ -514,7 +506,8 @@ class Loop:
             return
         observation.fusing_refusal = _IN_STEP if self._in_step else self._updates.fusing_refusal()
         observation.may_round = self.cut_ops.has_run
-        if observation.effect and not self._may_stay(observation):
+        if not self.ways.recorded(observation):
+            self._looks_again |= kind_of(observation.way) != PIECES  # which may do
             return  # it is recorded whole next
         if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
             self._undoes = self._looks_again = True
@@ -581,7 +574,7 @@ class Loop:
             return False  # the nearest plan is all that there will be
         if self._looks_again or self._pending is not None:
             return True
-        if self.recordings.asks_for_another(key) or self._asks_for_more(key):
+        if self.recordings.asks_for_another(key) or self.ways.asks_for_more(key):
             return True
         return self.plans.must_record(key) and not self.plans.tell_nothing_of(key)
 
@@ -601,12 +594,7 @@ class Loop:
         within = self._room.within(self._budget)
         made = step.plan(within, outside, observation.passing)
         nearer = comes_nearer(made, planned.plan)
-        kind = step.way["kind"] if step.way is not None else ""
-        if step.way is ACTION:
-            self._casting.planned(nearer=nearer)
-        elif kind == SLICES:
-            self._slices.planned(nearer=nearer)
-        if nearer or (self.pieces.refusal and kind in ("", "micro_batch")):
+        if self.ways.planned(step, nearer=nearer):
             planned.whole_peak_bytes = planned.unplanned_peak_bytes
             planned.step, planned.plan, planned.outside_bytes = step, made, outside
             planned.wider = planned.executor = planned.lowest = None
@@ -615,26 +603,8 @@ class Loop:
             if step.place:
                 self._choose_place(step.place)
         self._consider_ways(planned, made, step.pieces, call)
-        if not self._asks_for_more(planned.key):
+        if not self.ways.asks_for_more(planned.key):
             self._on_plan(self, planned.plan)
-
-    def _asks_for_more(self, key: Key) -> bool:
-        """Whether a step is to be recorded once more, in another way."""
-        return self._casting.asks or self._slices.asks or self.pieces.asks_for_more(key)
-
-    def _way(self, key: Key) -> dict[str, Any] | None:
-        """The action by which a step is to be recorded; ``None`` for as it is."""
-        return self._casting.wants(self.device) or self.pieces.wants(key) or self._slices.wants()
-
-    def _may_stay(self, observation: Observation) -> bool:
-        """Whether a step whose effect is another in pieces or slices was recorded in neither."""
-        kind = observation.way["kind"] if observation.way is not None else ""
-        if kind == SLICES:
-            self._slices.refuse(observation.effect)
-            self._looks_again = True  # pieces of the batch may do
-        else:
-            self.pieces.refuse(observation.effect)
-        return kind not in ("micro_batch", SLICES)
 
     def _recorded(self, observation: Observation) -> RecordedStep:
         step = RecordedStep(observation, next(iter(self.models)), self._request)
@@ -645,14 +615,10 @@ class Loop:
         """Have a step that does not fit recorded in another way, where one may help."""
         if call.is_use:
             return  # of a call, which there is not
-        if self._slices.consider(planned) or self._casting.consider(made, self.device):
-            return
         with self._checkpoints.unseen():
-            key, module = call.key, call.module
-            self.pieces.planned(planned, made, pieces, key, module, call.inputs)
+            self.ways.consider(planned, made, pieces, call)
         if not planned.plan.fits:
-            notes = (*self._casting.notes(), *self._slices.notes(), *self.pieces.notes())
-            self.notes.update(dict.fromkeys(notes))
+            self.notes.update(dict.fromkeys(self.ways.notes()))
 
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
@@ -696,7 +662,7 @@ class Loop:
         if not (made.fits or self._has_offered):  # each way takes as long as a plan
             budget, self._has_offered = self._room.within(self._budget), True
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
-        if made.fits or (little and not (self._looks_again or self._asks_for_more(key))):
+        if made.fits or (little and not (self._looks_again or self.ways.asks_for_more(key))):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 
     def _planning(self, outside: int) -> Planning:

@@ -1,0 +1,135 @@
+"""The ways of running one loop's steps in other ops than the script's, where no plan of those fits.
+
+In slices, under autocast, or on pieces of the batch: which ops run is then another matter, so a
+step is recorded in the way, and planned from as any other. Responsible for which way a step is
+recorded in, and for what comes of it. Not responsible for what each way needs
+(:mod:`memfit.run.script.slices`, :mod:`memfit.run.script.casting`,
+:mod:`memfit.run.script.pieces`) nor for the plans.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memfit.run.script.casting import Casting
+from memfit.run.script.pieces import PiecesOfBatch
+from memfit.run.script.slices import KIND as SLICES
+from memfit.run.script.slices import Inside, InSlicesOfRows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from memfit.answers import Plan
+    from memfit.run.script.observed import Observation
+    from memfit.run.script.planned_step import Call, Key, PlannedStep
+    from memfit.run.script.recorded_step import RecordedStep
+    from memfit.run.script.request import FitRequest
+
+_AUTOCAST = "autocast"
+PIECES = "micro_batch"
+"""The kind of the action by which a model runs on pieces of its batch."""
+
+
+class Ways:
+    """The ways of one loop's steps.
+
+    Attributes:
+        pieces: What is known of calls on pieces of the batch.
+    """
+
+    def __init__(self, request: FitRequest, device: torch.device) -> None:
+        """Know what is allowed.
+
+        Args:
+            request: Which plans are.
+            device: Where the model is.
+        """
+        self._device = device
+        self._casting = Casting(request)
+        self._slices = InSlicesOfRows(request)
+        self.pieces = PiecesOfBatch(request)
+
+    def wanted(self, key: Key) -> dict[str, Any] | None:
+        """The action by which a step is to be recorded; ``None`` for as it is.
+
+        Args:
+            key: Its key.
+        """
+        cast = self._casting.wants(self._device)
+        return cast or self.pieces.wants(key) or self._slices.wants()
+
+    def asks_for_more(self, key: Key) -> bool:
+        """Whether a step is to be recorded once more, in another way.
+
+        Args:
+            key: Its key.
+        """
+        return self._casting.asks or self._slices.asks or self.pieces.asks_for_more(key)
+
+    def first(self, model: nn.Module, budget_bytes: int) -> Inside:
+        """What a first step runs inside that is recorded as it is.
+
+        Args:
+            model: The model.
+            budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
+        """
+        return self._slices.first(model, self._device, budget_bytes)
+
+    def recorded(self, observation: Observation) -> bool:
+        """Learn how a step ran; whether it can be planned from.
+
+        Args:
+            observation: Its recording, which is told of a way that came of :meth:`first`.
+        """
+        if not self._slices.first_ended(observation):
+            return False
+        kind = kind_of(observation.way)
+        if observation.effect and kind == SLICES:
+            self._slices.refuse(observation.effect)
+        elif observation.effect:
+            self.pieces.refuse(observation.effect)
+        return not observation.effect or kind not in (PIECES, SLICES)
+
+    def planned(self, step: RecordedStep, *, nearer: bool) -> bool:
+        """A step was planned once more, recorded in a way; whether that is how it runs now.
+
+        Args:
+            step: The step.
+            nearer: Whether its plan comes nearer to the budget than the one before.
+        """
+        kind = kind_of(step.way)
+        if kind == _AUTOCAST:
+            self._casting.planned(nearer=nearer)
+        elif kind == SLICES:
+            self._slices.planned(nearer=nearer)
+        has_no_choice = bool(self.pieces.refusal) and kind in ("", PIECES)
+        return nearer or has_no_choice
+
+    def consider(self, planned: PlannedStep, made: Plan, pieces: int, call: Call) -> None:
+        """Have a step that does not fit recorded in another way, where one may help.
+
+        What changes least comes first: slices, which take no more time either.
+
+        Args:
+            planned: The step, by the best plan so far.
+            made: The plan that follows from the latest recording.
+            pieces: Pieces of the batch in that.
+            call: The call that the next step begins with.
+        """
+        if self._slices.consider(planned) or self._casting.consider(made, self._device):
+            return
+        self.pieces.planned(planned, made, pieces, call.key, call.module, call.inputs)
+
+    def notes(self) -> list[str]:
+        """Why a step does not run in a way that was asked for."""
+        return [*self._casting.notes(), *self._slices.notes(), *self.pieces.notes()]
+
+
+def kind_of(way: dict[str, Any] | None) -> str:
+    """The kind of the action by which a step ran; empty for none.
+
+    Args:
+        way: The action.
+    """
+    return "" if way is None else str(way["kind"])
