@@ -83,7 +83,7 @@ def _objects() -> Iterator[object]:
     yield from (sys, torch, torch._C, torch._C._autograd, torch.autograd, torch.cuda)
     yield torch.autograd.Variable
     yield nn.modules.module
-    yield from (torch.ops.aten, torch.ops.aten.add.Tensor, torch.cuda.memory)
+    yield from (torch.ops.aten, torch.ops.aten.add.Tensor, torch.ops.mkldnn, torch.cuda.memory)
     yield from (tensor, tensor.untyped_storage(), result.grad_fn, module)
     yield from (
         nn.GRU(2, 2),

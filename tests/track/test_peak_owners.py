@@ -101,6 +101,22 @@ SCRIPTS = {
             out.mean().backward()
             optimizer.step()
     """,
+    "on_ctx": """
+        import gc
+        gc.disable()
+        class Keeper(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.result = x.exp()
+                return ctx.result
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient * ctx.result
+        net = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))
+        for _ in range(12):
+            Keeper.apply(net[0](torch.randn(1024, 64))).sum().backward()
+            net.zero_grad()
+    """,
 }
 MIB = 1 << 20
 GROWING = {"collected"}
@@ -151,6 +167,13 @@ def test_the_list_that_holds_graphs_is_named(ran: dict[str, dict[str, Any]]):
     first = ran["collected"]["peak_owners"][0]
     assert first["owner"].startswith("the autograd graph of `outs` (collected.py:")
     assert first["category"] == "activation"
+
+
+def test_the_function_is_named_on_whose_ctx_outputs_stay(ran: dict[str, dict[str, Any]]):
+    first = ran["on_ctx"]["peak_owners"][0]
+    assert first["owner"] == "`ctx` of `Keeper`"
+    assert first["category"] == "activation"
+    assert first["bytes"] >= 0.8 * ran["on_ctx"]["peak_told_bytes"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

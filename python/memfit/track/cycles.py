@@ -18,7 +18,7 @@ from torch import Tensor
 from memfit.tensors.storage import gradient_of, is_leaf
 from memfit.track.cause import Cause
 from memfit.track.graphs import Graphs
-from memfit.track.owners import storage_of
+from memfit.track.owners import instances, storage_of
 
 _DEPTH = 2
 """Containers and objects between a ``ctx`` and what it keeps."""
@@ -64,6 +64,18 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
             "`torch.autograd.grad`, which keeps none",
         )
     return None
+
+
+def kept_on_ctx(known: Collection[int]) -> Iterator[tuple[str, Tensor]]:
+    """What functions keep on a ``ctx`` that no variable leads to: their names, and the tensors.
+
+    Args:
+        known: Nodes of graphs that a variable leads to, by ``id``.
+    """
+    for node in instances(torch._C._FunctionBase):
+        if id(node) not in known:
+            name = type(node).__name__.removesuffix("Backward")
+            yield from ((name, tensor) for tensor in _on_ctx(node))
 
 
 def _on_ctx(node: Any) -> list[Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from memfit import _native
 from memfit.track import variables
+from memfit.track.cycles import kept_on_ctx
 from memfit.track.owners import (
     ACTIVATION,
     CAST_CACHE,
@@ -153,6 +154,7 @@ def look(more: Sequence[Running] = ()) -> Look:
         _native.label_blocks(addresses, category, owner)
     found.static = OWNERS.label()
     _name_casts(found)
+    _name_cycles(found)
     return found
 
 
@@ -244,6 +246,31 @@ def _name_casts(found: Look) -> None:
             found.sizes[address] = size
     _native.label_blocks(casts, CAST_CACHE, owner)
 
+
+def _name_cycles(found: Look) -> None:
+    """Name what functions of the program keep on a ``ctx`` that no variable leads to any more."""
+    known = found.categories.keys() | found.static
+    live = _native.survivors(0, 2**63, with_models=False)
+    lost = {address: size for address, size, _ in live if address not in known}
+    if sum(lost.values()) <= _NAMED * _native.counted_bytes():
+        return  # to look at all objects takes a while
+    groups: dict[str, list[int]] = {}
+    for function, tensor in kept_on_ctx(found.walk.graphs.nodes.keys()):
+        storage = storage_of(tensor)
+        address = 0 if storage is None else storage.data_ptr()
+        size = lost.pop(address, None)
+        if size is not None:
+            groups.setdefault(f"`ctx` of `{function}`", []).append(address)
+            found.sizes[address] = size
+    for name, addresses in groups.items():
+        owner = NAMES.named(name)
+        for address in addresses:
+            found.categories[address], found.owners[address] = ACTIVATION, owner
+        _native.label_blocks(addresses, ACTIVATION, owner)
+
+
+_NAMED = 0.02
+"""Part of what is live that need not be known to anybody: for less, nothing more is looked at."""
 
 _COMPARED = 64
 """Elements by which a copy of a parameter is known."""
