@@ -169,6 +169,22 @@ impl CostSource {
             flops_per_second: BTreeMap::new(),
         }
     }
+
+    /// Is the device known to multiply matrices of a type more slowly than those of 32 bits?
+    #[must_use]
+    pub fn slows_down(&self, dtype: &str) -> bool {
+        let rates = match self {
+            Self::Roofline { profile } => &profile.flops_per_second,
+            Self::Profile {
+                flops_per_second, ..
+            } => flops_per_second,
+        };
+        let wide = rates.get("float32");
+        rates
+            .get(dtype)
+            .zip(wide)
+            .is_some_and(|(own, wide)| own < wide)
+    }
 }
 
 /// Seconds per op of one trace.

@@ -22,7 +22,8 @@ use serde::Serialize;
 
 use super::asked::{Asked, asked};
 use super::choose::beyond;
-use super::technique::micro_batch;
+use super::technique::{autocast, micro_batch};
+use super::ways::ways_by;
 use super::{
     Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, Verdict, bottleneck,
     front, plan_within, ways,
@@ -444,7 +445,8 @@ impl PlanSession {
         if !self.may_capture {
             return Vec::new();
         }
-        let mut ways = ways(&known.trace, &self.request, made);
+        let casts_slow_down = known.costs.slows_down(autocast::BFLOAT16);
+        let mut ways = ways_by(&known.trace, &self.request, made, casts_slow_down);
         ways.retain(|way| !self.asked.contains(way));
         ways
     }

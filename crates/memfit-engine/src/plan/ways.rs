@@ -25,6 +25,17 @@ use crate::trace::{Alternative, Alternatives, Autocast, Chunk, Refusals, Trace, 
 /// does whole, so where the step may autocast, slices that do not wait for a plan that takes longer than the step as it is.
 #[must_use]
 pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Way> {
+    ways_by(trace, request, made, false)
+}
+
+/// The same, where it is known how fast the device computes: autocast that slows a step down is for where nothing else
+/// fits, and is captured before that for those alone who name it.
+pub(in crate::plan) fn ways_by(
+    trace: &Trace,
+    request: &PlanRequest,
+    made: Option<&Plan>,
+    casts_slow_down: bool,
+) -> Vec<Way> {
     let asked = request.allow >= Class::Equivalent
         || may_change_numbers(trace, request)
         || no_graph::may(trace, request);
@@ -38,10 +49,13 @@ pub fn ways(trace: &Trace, request: &PlanRequest, made: Option<&Plan>) -> Vec<Wa
     if cannot_gain || made.is_none() && !asked {
         return Vec::new();
     }
-    let is_last =
-        |way: &Way| narrowing(way).is_some_and(|kind| !request.allow_kinds.contains(&kind));
+    let is_last = |way: &Way| {
+        let slow = way.autocast.as_ref().filter(|_| casts_slow_down);
+        let kind = narrowing(way).or(slow.map(autocast::kind_of));
+        kind.is_some_and(|kind| !request.allow_kinds.contains(&kind))
+    };
     let mut ways = all(trace, request);
-    let may_cast = trace.meta.training && ways.iter().any(is_cast);
+    let may_cast = trace.meta.training && ways.iter().any(|way| is_cast(way) && !is_last(way));
     let waits = |way: &Way| may_cast && way.chunk.is_some() && way.autocast.is_none();
     match (&trace.alternatives, made) {
         (None, None) => ways.retain(|way| !is_last(way) && !waits(way)),
@@ -499,6 +513,34 @@ mod tests {
         assert_eq!(casts(&may_cast(1)), [(false, false), (true, false)]);
         assert_eq!(casts(&request(1, Class::Equivalent)), []);
         assert_eq!(casts(&request(1, Class::Exact)), []);
+    }
+
+    #[test]
+    fn autocast_that_slows_down_waits_until_nothing_else_fits_unless_it_is_named() {
+        let trace = product(&[]);
+        let request = PlanRequest {
+            forbid: Vec::new(),
+            ..may_cast(1)
+        };
+        let has = |found: &[Way]| {
+            let is_sliced = |way: &Way| way.autocast.is_none() && way.chunk.is_some();
+            (found.iter().any(is_cast), found.iter().any(is_sliced))
+        };
+        let with_leave = PlanRequest {
+            allow_kinds: Vec::new(),
+            allow: Class::Approximate,
+            ..request.clone()
+        };
+        let first = ways_by(&trace, &with_leave, None, true);
+        assert_eq!(has(&first), (false, true), "and slices wait for no cast");
+        assert_eq!(has(&ways(&trace, &with_leave, None)), (true, false));
+        let mut made = plan(&trace, &source(&trace), &with_leave).unwrap();
+        assert_eq!(made.verdict, Verdict::DoesNotFit);
+        assert!(has(&ways_by(&trace, &with_leave, Some(&made), true)).0);
+        made.verdict = Verdict::Fits;
+        made.predicted_step_ratio = 1.1;
+        assert!(!has(&ways_by(&trace, &with_leave, Some(&made), true)).0);
+        assert!(has(&ways_by(&trace, &request, None, true)).0, "it is named");
     }
 
     #[test]
