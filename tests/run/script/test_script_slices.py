@@ -204,3 +204,34 @@ def test_evaluations_and_modes_of_the_scripts_see_what_they_would(tmp_path: Path
         """,
     )
     assert "chunk" in actions_of(ran)
+
+
+BY_OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=50.0).step"
+BY_HAND = "lambda: [it.data.sub_(it.grad, alpha=50.0) for it in model.parameters()]"
+
+
+@pytest.mark.parametrize(("update", "looks"), [(BY_OPTIMIZER, (0, 4)), (BY_HAND, (4,))])
+def test_logits_that_are_looked_at_after_an_update_are_those_of_before(
+    tmp_path: Path, update: str, looks: tuple[int, ...]
+):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        f"""
+        model = Net()
+        update = {update}
+        for step in range(6):
+            tokens = torch.randint(0, classes, (items, length + 1))
+            model.zero_grad()
+            logits = model(tokens[:, :-1])
+            F.cross_entropy(logits.view(-1, classes), tokens[:, 1:].reshape(-1)).backward()
+            update()
+            if step in {looks}:
+                with torch.no_grad():
+                    target = tokens[:, 1:].reshape(-1)
+                    print(f"{{F.cross_entropy(logits.view(-1, classes), target):.4f}}")
+                    print((logits.argmax(-1).view(-1) == target).sum().item())
+                    print(f"{{logits.max():.3f}}")
+        """,
+    )
+    assert "chunk" in actions_of(ran)

@@ -22,12 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memfit.apply.slices.as_they_were import Linear
 from memfit.apply.slices.deferred import DeferredLogits, Whole
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.tensors.function_modes import take_off
-
-Linear = tuple[Tensor, Tensor, Tensor | None]
-"""Input, weight and bias of a linear layer's call."""
 
 SlicesOf = Callable[[int, int], int | None]
 """Into how many slices to cut so many rows of logits, of so many bytes: 0 for rows alone that are

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memfit.apply.slices.as_they_were import AsTheyWere, Linear
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
 
 Told = Callable[[str], None]
@@ -65,7 +66,7 @@ class Whole:
 
     def __init__(
         self,
-        linear: tuple[Tensor, Tensor, Tensor | None],
+        linear: Linear,
         slices: int,
         sliced: Told,
         whole: Told,
@@ -83,26 +84,28 @@ class Whole:
         """
         self.slices, self.twice = slices, twice
         self.sliced = sliced
-        self._linear = linear
+        self._given = AsTheyWere(linear)
         self._autocast = Autocast.of(linear[0])
         self._grad = torch.is_grad_enabled()
+        self._dtype = self._autocast.dtype or linear[0].dtype
+        tensors = [it for it in linear if it is not None]
+        self._requires_grad = self._grad and any(it.requires_grad for it in tensors)
         self._whole = whole
         self._computed: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Element type of the logits."""
-        return self._autocast.dtype or self._linear[0].dtype
+        return self._dtype
 
     @property
     def requires_grad(self) -> bool:
         """Whether the logits have a graph."""
-        tensors = [t for t in self._linear if t is not None]
-        return self._grad and any(t.requires_grad for t in tensors)
+        return self._requires_grad
 
     def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the loss in slices is computed from, hidden values in the type of the logits."""
-        _, weight, bias = self._linear
+        _, weight, bias = self._given.linear()
         return hidden.to(self.dtype), weight, bias
 
     def rows(self, hidden: Tensor) -> Tensor | None:
@@ -111,8 +114,10 @@ class Whole:
         Args:
             hidden: Their features, in the last dimension.
         """
-        given, weight, bias = self._linear
-        if self.slices or self._computed is not None or hidden.numel() >= given.numel():
+        if self.slices or self._computed is not None:
+            return None
+        given, weight, bias = self._given.linear()
+        if hidden.numel() >= given.numel():
             return None
         self.sliced("rows")
         with torch.set_grad_enabled(self._grad), self._autocast.again():
@@ -123,7 +128,7 @@ class Whole:
         if self._computed is None:
             self._whole(who)
             with torch.set_grad_enabled(self._grad), self._autocast.again():
-                self._computed = F.linear(*self._linear)
+                self._computed = F.linear(*self._given.linear())
         return self._computed
 
 

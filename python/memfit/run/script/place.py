@@ -64,6 +64,16 @@ def strays_to(request: FitRequest, device_kind: str) -> str:
     return request.options.place or (_chosen_once(device_kind) if may_choose else "") or ""
 
 
+def folder_of_files(request: FitRequest) -> str:
+    """A folder on a disk for what has the CPU's memory; empty for none.
+
+    Args:
+        request: Where plans may offload to.
+    """
+    place = strays_to(request, "cpu")
+    return place if takes_files(place) else ""
+
+
 @functools.cache
 def takes_files(place: str) -> bool:
     """Whether files in a place are on a disk, and not in memory; no place takes none.
