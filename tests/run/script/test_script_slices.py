@@ -235,3 +235,34 @@ def test_logits_that_are_looked_at_after_an_update_are_those_of_before(
         """,
     )
     assert "chunk" in actions_of(ran)
+
+
+def test_a_function_of_autograds_own_gets_logits_whole_and_its_steps_are_planned(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        LESS,
+        """
+        class CrossEntropy(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, logits, target):
+                logarithms = torch.log_softmax(logits, -1)
+                ctx.save_for_backward(logarithms, target)
+                return -logarithms.gather(1, target[:, None]).mean()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                logarithms, target = ctx.saved_tensors
+                given = logarithms.exp()
+                given[torch.arange(len(target)), target] -= 1
+                return given * (gradient / len(target)), None
+
+        def own_loss(model, tokens):
+            logits = model(tokens[:, :-1]).reshape(-1, classes)
+            return CrossEntropy.apply(logits, tokens[:, 1:].reshape(-1))
+
+        train(Net(), own_loss)
+        """,
+    )
+    (loop,) = ran.loops
+    assert loop["planned"]["steps"] > 0, loop
+    assert "chunk" not in actions_of(ran)

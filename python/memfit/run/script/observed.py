@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.apply.offload.state_view import whole_state_bytes
 from memfit.apply.remat.records import require_unchanged
+from memfit.apply.slices.deferred import DeferredLogits
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
 from memfit.capture.record.saves import Token
@@ -111,6 +112,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one op, and write it down as long as that works."""
         kwargs = kwargs or {}
+        if DeferredLogits in types:
+            return NotImplemented  # the op comes again, with the logits themselves
         if not self.problem and not _PLAIN.issuperset(types):
             self.problem = f"it uses a tensor class, `{_first_other(types).__name__}`"
         if self.problem:
