@@ -266,3 +266,31 @@ def test_a_function_of_autograds_own_gets_logits_whole_and_its_steps_are_planned
     (loop,) = ran.loops
     assert loop["planned"]["steps"] > 0, loop
     assert "chunk" not in actions_of(ran)
+
+
+def test_a_model_that_pieces_of_its_batch_do_not_fit_runs_in_slices(tmp_path: Path):
+    # It returns whole logits beside its loss, so they stay however small the pieces are.
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        class WithLoss(Net):
+            def forward(self, tokens, targets):
+                logits = super().forward(tokens)
+                return logits, F.cross_entropy(logits.view(-1, classes), targets.view(-1))
+
+        model = WithLoss()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(8):
+            tokens = torch.randint(0, classes, (items, length + 1))
+            logits, loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(f"{loss.item():.4f}")
+        """,
+    )
+    (loop,) = ran.loops
+    assert loop["plan"]["fits"], ran.stderr
+    assert "chunk" in actions_of(ran)
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]

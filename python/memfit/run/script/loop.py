@@ -428,7 +428,8 @@ class Loop:
         way = None if call.is_use else self.ways.wanted(key)
         self.cut_ops.always |= way is not None  # which rounds
         budget = self.budget_bytes()
-        model, first = self._model(), way is None and not (self.plans or call.is_use)
+        begins = self.ways.begins_again or not self.plans
+        model, first = self._model(), way is None and begins and not call.is_use
         inside = self.ways.first(model, budget) if first else None
         what = (model, call, optimizers, way, budget)
         running = ObservedPass(self.device, *what, inside=inside)

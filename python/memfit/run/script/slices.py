@@ -48,6 +48,7 @@ class InSlicesOfRows:
 
     Attributes:
         asks: Whether a step is to be recorded once more, in slices or in another number of them.
+        begins_again: Whether that is to be recorded as a first step is.
         refusal: Why none runs so although it was allowed; empty while one may.
     """
 
@@ -63,7 +64,7 @@ class InSlicesOfRows:
         self._tried: dict[str, Any] | None = None
         self._used: dict[str, Any] | None = None
         self._first: _First | None = None
-        self.asks = False
+        self.asks = self.begins_again = self._has_begun_again = False
         self.refusal = ""
 
     def wants(self) -> dict[str, Any] | None:
@@ -124,15 +125,29 @@ class InSlicesOfRows:
             self._tried, self.asks = _action(self._untried.pop(0)), True
         return self.asks
 
+    def begin_again(self, planned: PlannedStep, model: nn.Module) -> None:
+        """Have a step recorded as a first one, which ran on pieces of its batch and does not fit.
+
+        Args:
+            planned: The step, by the best plan so far.
+            model: What is called in it.
+        """
+        may = self._may and not (self.refusal or self._has_begun_again or planned.plan.fits)
+        if may and planned.step.pieces > 1 and widest_layer(model):
+            self.asks = self.begins_again = self._has_begun_again = True
+            self._tried = None
+
     def planned(self, *, nearer: bool) -> None:
         """A step in slices was planned.
 
         Args:
             nearer: Whether that comes nearer to the budget than before.
         """
-        self.asks = False
-        if nearer:
+        if nearer and not self.begins_again:
             self._used = self._tried
+        elif self.begins_again and not nearer:
+            self._used = None
+        self.asks = self.begins_again = False
 
     def refuse(self, reason: str) -> None:
         """Compute nothing in slices from here on.
@@ -141,6 +156,7 @@ class InSlicesOfRows:
             reason: Why, as a clause.
         """
         self.asks, self._used, self._untried = False, None, []
+        self.begins_again = False
         self.refusal = self.refusal or reason
 
 

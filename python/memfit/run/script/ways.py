@@ -57,7 +57,13 @@ class Ways:
             key: Its key.
         """
         cast = self._casting.wants(self._device)
-        return cast or self.pieces.wants(key) or self._slices.wants()
+        pieces = None if self._slices.begins_again else self.pieces.wants(key)
+        return cast or pieces or self._slices.wants()
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a step is to be recorded as a first one is."""
+        return self._slices.begins_again
 
     def asks_for_more(self, key: Key) -> bool:
         """Whether a step is to be recorded once more, in another way.
@@ -101,7 +107,7 @@ class Ways:
         kind = kind_of(step.way)
         if kind == _AUTOCAST:
             self._casting.planned(nearer=nearer)
-        elif kind == SLICES:
+        elif kind == SLICES or self._slices.begins_again:
             self._slices.planned(nearer=nearer)
         has_no_choice = bool(self.pieces.refusal) and kind in ("", PIECES)
         return nearer or has_no_choice
@@ -109,7 +115,8 @@ class Ways:
     def consider(self, planned: PlannedStep, made: Plan, pieces: int, call: Call) -> None:
         """Have a step that does not fit recorded in another way, where one may help.
 
-        What changes least comes first: slices, which take no more time either.
+        What changes least comes first: slices, which take no more time either. A first step that
+        ran in pieces, as it would not have fitted whole, says nothing of slices: they come last.
 
         Args:
             planned: The step, by the best plan so far.
@@ -120,6 +127,8 @@ class Ways:
         if self._slices.consider(planned) or self._casting.consider(made, self._device):
             return
         self.pieces.planned(planned, made, pieces, call.key, call.module, call.inputs)
+        if not self.pieces.asks_for_more(call.key):
+            self._slices.begin_again(planned, call.module)
 
     def notes(self) -> list[str]:
         """Why a step does not run in a way that was asked for."""
