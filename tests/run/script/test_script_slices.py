@@ -294,3 +294,20 @@ def test_a_model_that_pieces_of_its_batch_do_not_fit_runs_in_slices(tmp_path: Pa
     assert loop["plan"]["fits"], ran.stderr
     assert "chunk" in actions_of(ran)
     assert loop["planned"]["peak_bytes"] <= loop["plan"]["budget_bytes"]
+
+
+def test_a_larger_batch_is_recorded_in_slices_too(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        lengths = iter([64, 40, 57, 96, 33, 80])
+
+        def loss_of_some(model, tokens):
+            return loss_of(model, torch.randint(0, classes, (items, next(lengths) + 1)))
+
+        train(Net(), loss_of_some, steps=6)
+        """,
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "chunk" in actions_of(ran)

@@ -421,7 +421,7 @@ class Loop:
         self._room.whole()
         self.placing.for_recording(optimizers, self.counts["observed"])
         self._looks_again = False
-        if not (self._checkpoints.around_model or call.is_use):
+        if not (self._checkpoints.around_model or call.is_use or self.ways.are_slices):
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
                 self.ways.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())

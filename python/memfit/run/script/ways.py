@@ -65,6 +65,11 @@ class Ways:
         """Whether a step is to be recorded as a first one is."""
         return self._slices.begins_again
 
+    @property
+    def are_slices(self) -> bool:
+        """Whether steps run in slices, larger ones as well: no need of pieces is known of one."""
+        return self._slices.wants() is not None
+
     def asks_for_more(self, key: Key) -> bool:
         """Whether a step is to be recorded once more, in another way.
 
