@@ -257,7 +257,7 @@ class Loop:
             return contextlib.nullcontext()
         key, budget, live = call.key, self.budget_bytes(), live_bytes(self.device)
         if self._request.options.promise != "exact":
-            return self.ways.pieces.evaluation(key, call.module, call.inputs, live, budget)
+            return self.ways.evaluation(call, self._model(), live, budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
         if not budget or in_step or not is_tight or not self._forbidden.may_offload_parameters:
             return contextlib.nullcontext()
@@ -421,13 +421,14 @@ class Loop:
         self._room.whole()
         self.placing.for_recording(optimizers, self.counts["observed"])
         self._looks_again = False
-        if not (self._checkpoints.around_model or call.is_use or self.ways.are_slices):
+        budget = self.budget_bytes()
+        is_whole = self._checkpoints.around_model or call.is_use
+        if not (is_whole or self.ways.are_slices(call, budget)):
             live = live_bytes(self.device)
             with self._checkpoints.unseen():
-                self.ways.pieces.begin(key, call.module, call.inputs, live, self.budget_bytes())
+                self.ways.pieces.begin(key, call.module, call.inputs, live, budget)
         way = None if call.is_use else self.ways.wanted(key)
         self.cut_ops.always |= way is not None  # which rounds
-        budget = self.budget_bytes()
         begins = self.ways.begins_again or not self.plans
         model, first = self._model(), way is None and begins and not call.is_use
         inside = self.ways.first(model, budget) if first else None

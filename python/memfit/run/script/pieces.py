@@ -37,7 +37,7 @@ MOST_PIECES = 64
 MOST_EVALUATIONS = 8
 """Kinds of calls without gradients that are looked at; a model that generates makes many."""
 
-_CLEARLY = 0.85
+CLEARLY = 0.85
 """Part of the budget up to which a step is recorded whole first: ops take scratch memory, and what
 is known of a step before it ran says nothing of that."""
 
@@ -121,14 +121,14 @@ class PiecesOfBatch:
         """
         if kind_of(key) in self._kinds or not budget_bytes:
             return
-        if self._fits_whole(key, model, inputs, int(_CLEARLY * budget_bytes) - live_bytes):
+        if self._fits_whole(key, model, inputs, int(CLEARLY * budget_bytes) - live_bytes):
             return
         kind = self._kind(key, model, inputs)
-        if kind is None or live_bytes + kind.apart.lean_bytes <= _CLEARLY * budget_bytes:
+        if kind is None or live_bytes + kind.apart.lean_bytes <= CLEARLY * budget_bytes:
             return
         stays = live_bytes + kind.apart.gradient_bytes
         of_batch = kind.apart.full_bytes - kind.apart.gradient_bytes
-        room = int(_CLEARLY * budget_bytes) - stays
+        room = int(CLEARLY * budget_bytes) - stays
         if of_batch <= room * kind.most:  # else something else has to go first
             kind.count = min(_pieces(of_batch, room), kind.most)
 
@@ -195,7 +195,7 @@ class PiecesOfBatch:
         if key not in self._evaluated:
             if len(self._evaluated) == MOST_EVALUATIONS:
                 return nullcontext()
-            room = int(_CLEARLY * budget_bytes) - live_bytes
+            room = int(CLEARLY * budget_bytes) - live_bytes
             self._evaluated[key] = _evaluated(model, inputs, room)
         pieces = self._evaluated[key]
         if pieces is None or pieces.diverged:

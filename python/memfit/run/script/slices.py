@@ -7,22 +7,25 @@ and for whether it stays. Not responsible for the action (:mod:`memfit.apply.sli
 what is worth it (the engine's ``plan/technique/chunk``), nor for the plan.
 
 Which ops run is then another matter, so nothing is derived: a step of the script is recorded with
-its loss in slices, and planned from as any other. A first step whose whole logits would not fit,
-even recorded, is recorded in slices at once, if they are those of the widest linear layer. A script
-that looks at its logits gets them whole, and its steps are recorded as they are from then on.
+its loss in slices, and planned from as any other. A first step whose whole logits would clearly
+not fit, even recorded, is recorded in slices at once, if they are those of the widest layer. A
+script that looks at its logits gets them whole, and its steps are recorded as they are from then
+on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from memfit.apply.slices.chunk import ChunkedLoss
 from memfit.run.script.observed import Observation
+from memfit.run.script.pieces import CLEARLY
 from memfit.run.script.planned_step import PlannedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.step_updates import live_bytes
@@ -35,6 +38,8 @@ _SLICES = (32, 8)
 
 _LEAST_ROWS = 16
 """Fewer rows in a slice are not worth its ops."""
+
+_TOKENS = (torch.int64, torch.int32)
 
 _COPIES = 3
 """How often whole logits are there: as they are, as logarithms, and as their gradient; in 32 bits,
@@ -64,6 +69,7 @@ class InSlicesOfRows:
         self._tried: dict[str, Any] | None = None
         self._used: dict[str, Any] | None = None
         self._first: _First | None = None
+        self._needed_whole: dict[str, str] = {}
         self.asks = self.begins_again = self._has_begun_again = False
         self.refusal = ""
 
@@ -79,12 +85,44 @@ class InSlicesOfRows:
             device: Where it is.
             budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
         """
+        name = self._may_begin(model, budget_bytes)
         self._first = None
-        name = widest_layer(model) if self._may and budget_bytes and not self.refusal else ""
         if not name:
             return nullcontext()
-        self._first = _First(model, name, lambda: budget_bytes - live_bytes(device))
+        self._first = _First(model, name, lambda: _room(device, budget_bytes))
         return self._first.loss.forward()
+
+    def comes_first(
+        self, model: nn.Module, inputs: Any, device: torch.device, budget_bytes: int
+    ) -> bool:
+        """Whether it is the logits that lack room, as far as can be told before a step has run.
+
+        So it is where a linear layer has a feature for each word that the model embeds, and there
+        is a row of them for each token. Then nothing need run in pieces of the batch.
+
+        Args:
+            model: The model.
+            inputs: What it is called with.
+            device: As of :meth:`first`.
+            budget_bytes: The same.
+        """
+        if self._used is not None:
+            return True
+        name = self._may_begin(model, budget_bytes)
+        if not name or isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding):
+            return False
+        classes = len(model.get_parameter(name))
+        embeddings = (it for it in model.modules() if isinstance(it, nn.Embedding))
+        if all(it.num_embeddings != classes for it in embeddings):
+            return False
+        given = (it for it in tree_leaves(inputs) if isinstance(it, Tensor))
+        rows = max((it.numel() for it in given if it.dtype in _TOKENS), default=0)
+        return bool(_slices(rows)) and _taken(rows, classes) > _room(device, budget_bytes)
+
+    def _may_begin(self, model: nn.Module, budget_bytes: int) -> str:
+        """The weight whose logits may be sliced in a first step; empty for none."""
+        name = widest_layer(model) if self._may and budget_bytes and not self.refusal else ""
+        return "" if name in self._needed_whole else name
 
     def first_ended(self, observation: Observation) -> bool:
         """Learn how that step ran.
@@ -96,13 +134,26 @@ class InSlicesOfRows:
             Whether it can be planned from: not where its logits were made whole, too.
         """
         first, self._first = self._first, None
-        if first is None or not first.loss.last.losses:
+        if first is None:
             return True
         if first.loss.last.whole:
-            self.refuse(first.loss.divergence)
-            return False
+            self._needed_whole[first.said["weight"]] = first.loss.divergence
+            return not first.loss.last.losses
+        if not first.loss.last.losses:
+            return True
         observation.way = self._used = _action({"loss": first.said})
         return True
+
+    def evaluation(self, model: nn.Module) -> Inside | None:
+        """What a call without gradients runs inside; ``None`` where steps run whole.
+
+        Nothing is foreseen of it: who looks at its logits has them made then.
+
+        Args:
+            model: The model.
+        """
+        loss = None if self._used is None else self._used[KIND].get("loss")
+        return None if loss is None else ChunkedLoss(model, loss, warn=False).forward()
 
     def notes(self) -> list[str]:
         """Why nothing runs in slices, where that might have helped."""
@@ -120,10 +171,17 @@ class InSlicesOfRows:
         if not self._may or self.refusal or planned.plan.fits:
             return False
         if self._untried is None and planned.step.way is None:
-            self._untried = _worth_a_step(planned.step.ways())
+            self._untried = self._worth_a_step(planned.step.ways())
         if self._untried and not self.asks:
             self._tried, self.asks = _action(self._untried.pop(0)), True
         return self.asks
+
+    def _worth_a_step(self, ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What is recorded, but for a loss whose logits a step is known to have needed whole."""
+        found = _worth_a_step(ways)
+        why = (self._needed_whole.get(it["loss"]["weight"]) for it in found if it.get("loss"))
+        self.refusal = next(filter(None, why), "")
+        return [] if self.refusal else found
 
     def begin_again(self, planned: PlannedStep, model: nn.Module) -> None:
         """Have a step recorded as a first one, which ran on pieces of its batch and does not fit.
@@ -175,31 +233,42 @@ class _First:
 
     def _slices_of(self, rows: int, size_bytes: int) -> int | None:
         classes = self.loss.classes
-        taken = max(size_bytes, rows * classes * torch.float32.itemsize) * _COPIES
-        slices = next((it for it in _SLICES if rows // it >= _LEAST_ROWS), 0)
-        if not slices or taken <= self._room():
+        slices = _slices(rows)
+        if not slices or _taken(rows, classes, size_bytes) <= self._room():
             return None
-        self.said |= {
-            "slices": slices,
-            "rows": rows,
-            "classes": classes,
-            "logit_bytes": size_bytes,
-        }
+        self.said |= {"slices": slices, "rows": rows, "classes": classes, "logit_bytes": size_bytes}
         return slices
 
 
+def _slices(rows: int) -> int:
+    """Into how many slices rows are cut in a first step; 0 where they are too few."""
+    return next((it for it in _SLICES if rows // it >= _LEAST_ROWS), 0)
+
+
+def _taken(rows: int, classes: int, size_bytes: int = 0) -> int:
+    """What whole logits take, of so many bytes each time or more."""
+    return _COPIES * max(size_bytes, rows * classes * torch.float32.itemsize)
+
+
+def _room(device: torch.device, budget_bytes: int) -> int:
+    return int(CLEARLY * budget_bytes) - live_bytes(device)
+
+
 def widest_layer(model: nn.Module) -> str:
-    """The weight of the linear layer with most features, which may make logits; empty without one.
+    """The weight with most rows, which may make logits; empty without one.
+
+    That of a linear layer, or of an embedding, whose weight a model may multiply by itself.
 
     Args:
         model: The model.
     """
-    layers = [(it.out_features, path) for path, it in model.named_modules() if _widens(it)]
-    return f"{max(layers)[1]}.weight".lstrip(".") if layers else ""
-
-
-def _widens(module: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(module) is nn.Linear and module.out_features > module.in_features
+    kinds = (nn.Embedding, nn.Linear)  # of two as wide, the latter
+    layers = [
+        (len(it.weight), kinds.index(type(it)), path)
+        for path, it in model.named_modules()
+        if type(it) in kinds and len(it.weight) > it.weight.shape[1]
+    ]
+    return f"{max(layers)[-1]}.weight".lstrip(".") if layers else ""
 
 
 def _worth_a_step(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:

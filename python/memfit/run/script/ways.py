@@ -65,10 +65,15 @@ class Ways:
         """Whether a step is to be recorded as a first one is."""
         return self._slices.begins_again
 
-    @property
-    def are_slices(self) -> bool:
-        """Whether steps run in slices, larger ones as well: no need of pieces is known of one."""
-        return self._slices.wants() is not None
+    def are_slices(self, call: Call, budget_bytes: int) -> bool:
+        """Whether a step is to run in slices, larger ones as well: so it need not run in pieces.
+
+        Args:
+            call: The call that it begins with.
+            budget_bytes: As of :meth:`first`.
+        """
+        what = (call.module, call.inputs, self._device, budget_bytes)
+        return self._slices.wants() is not None or self._slices.comes_first(*what)
 
     def asks_for_more(self, key: Key) -> bool:
         """Whether a step is to be recorded once more, in another way.
@@ -134,6 +139,20 @@ class Ways:
         self.pieces.planned(planned, made, pieces, call.key, call.module, call.inputs)
         if not self.pieces.asks_for_more(call.key):
             self._slices.begin_again(planned, call.module)
+
+    def evaluation(self, call: Call, model: nn.Module, live_bytes: int, budget: int) -> Inside:
+        """What a call without gradients runs inside.
+
+        Args:
+            call: The call.
+            model: The model that it is of.
+            live_bytes: What is there now.
+            budget: In bytes; 0 where nobody knows it yet.
+        """
+        sliced = self._slices.evaluation(model)
+        if sliced is not None:
+            return sliced
+        return self.pieces.evaluation(call.key, call.module, call.inputs, live_bytes, budget)
 
     def notes(self) -> list[str]:
         """Why a step does not run in a way that was asked for."""
