@@ -360,4 +360,6 @@ def test_logits_that_a_first_step_looks_at_are_not_sliced_in_another(tmp_path: P
         "micro_batch",
     )
     (loop,) = ran.loops
-    assert loop["observed"]["steps"] == 2, "as where slices are forbidden"
+    assert loop["observed"]["steps"] == 2
+    assert loop["planned"]["steps"] == 3
+    assert not loop["divergence"], "the recorded step has the ops of the planned ones"

@@ -131,14 +131,15 @@ class InSlicesOfRows:
             observation: Its recording, which is told of the action by which it ran.
 
         Returns:
-            Whether it can be planned from: not where its logits were made whole, too.
+            Whether it can be planned from: not where its logits were made whole after all, in
+            another place than those of the next steps will be.
         """
         first, self._first = self._first, None
         if first is None:
             return True
         if first.loss.last.whole:
             self._needed_whole[first.said["weight"]] = first.loss.divergence
-            return not first.loss.last.losses
+            return False
         if not first.loss.last.losses:
             return True
         observation.way = self._used = _action({"loss": first.said})
