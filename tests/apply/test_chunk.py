@@ -446,3 +446,14 @@ def test_a_forward_that_ends_in_backward_leaves_no_mode_on_torchs_stack():
     assert type(whole) is torch.Tensor
     take_off_ended()
     assert torch._C._len_torch_function_stack() == 0
+
+
+def test_logits_that_are_looked_at_after_an_update_are_an_error_and_no_others():
+    model, ids = Model(), torch.randint(0, CLASSES, (3, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ChunkedLoss(model, {"weight": "head.weight", "slices": 3}, warn=False).forward():
+        logits = model(ids)
+        _flat(logits, ids).backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="have been updated since"):
+        logits.argmax(-1)

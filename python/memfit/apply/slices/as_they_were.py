@@ -5,10 +5,12 @@ Logits that are put off may be looked at once their weights have been updated: a
 them by then. Responsible for copies of what an update may write, and for telling whether one has.
 Not responsible for the logits (:mod:`memfit.apply.slices.deferred`).
 
-Before backward, which updates may follow and may even be inside, the weights of all logits that the
-script still holds are copied: into files where there is a place for them, as a script that keeps
-them in a variable seldom looks at them. Values are compared, since ``.data`` is written unseen, and
-a second backward has to reach the weights themselves as long as nothing has changed.
+Under ``memfit run``, before backward, which updates may follow and may even be inside, the weights
+of all logits that the script still holds are copied: into files where there is a place for them, as
+a script that keeps them in a variable seldom looks at them. Values are compared, since ``.data`` is
+written unseen, and a second backward has to reach the weights themselves as long as nothing has
+changed. With ``memfit.fit`` there is no such moment in a loop of one's own: there who looks too late
+gets an error.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor
 
 from memfit.apply.offload.mapped import LEAST_BYTES, in_file
+from memfit.errors import UsageError
+from memfit.tensors.versions import version_of
 
 Linear = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of a linear layer's call."""
@@ -29,19 +33,33 @@ Linear = tuple[Tensor, Tensor, Tensor | None]
 class AsTheyWere:
     """Input, weight and bias of a call of the head that was put off."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, *, copies: bool = False) -> None:
         """Hold them as they are.
 
         Args:
             linear: The call's input, weight and bias.
+            copies: Whether :func:`keep_weights` comes before updates; else who looks after one is
+                told.
         """
         self._linear = linear
+        self._versions = None if copies else _versions(linear)
         self._copies: tuple[Tensor, Tensor | None] | None = None
-        _HELD.add(self)
+        if copies:
+            _HELD.add(self)
 
     def linear(self) -> Linear:
-        """The call's input, and weight and bias with the values that they had."""
+        """The call's input, and weight and bias with the values that they had.
+
+        Raises:
+            UsageError: They have been written to since, and nothing was copied.
+        """
         hidden, weight, bias = self._linear
+        if self._versions not in (None, _versions(self._linear)):
+            raise UsageError(
+                "the logits are computed in slices, and the weights that make them have been "
+                "updated since\nhint: look at logits before the update, or plan again with `chunk` "
+                "forbidden"
+            )
         if self._copies is None:
             return self._linear
         weight_then, bias_then = self._copies
@@ -65,6 +83,10 @@ class AsTheyWere:
             if id(it) not in made:
                 made[id(it)] = _copy(it, place)
         self._copies = made[id(weight)], made[id(bias)] if bias is not None else None
+
+
+def _versions(linear: Linear) -> tuple[int, ...]:
+    return tuple(version_of(it) for it in linear if it is not None)
 
 
 _HELD: WeakSet[AsTheyWere] = WeakSet()

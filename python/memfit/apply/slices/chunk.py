@@ -71,7 +71,8 @@ class ChunkedLoss:
                 others.
             warn: Whether to warn, once, when logits are needed whole.
             slices_of: Into how many slices to cut logits, instead of what ``chunk`` says.
-            twice: Whether the loss's gradients may be differentiated, which costs the head's input.
+            twice: Whether the loss's gradients may be differentiated, which costs the head's input,
+                and logits looked at after updates, of which :func:`keep_weights` is told.
 
         Raises:
             UsageError: It is no such thing, or names a weight that the model does not have.

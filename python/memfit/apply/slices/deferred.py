@@ -61,7 +61,7 @@ class Whole:
         slices: Into how many slices a loss is cut; 0 where no loss is, and who looks at some rows
             gets those alone.
         sliced: Told about each loss that is computed in slices, and of rows that are alone.
-        twice: Whether a loss's gradients may be differentiated.
+        twice: Whether a loss's gradients may be differentiated, and logits looked at after updates.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Whole:
         """
         self.slices, self.twice = slices, twice
         self.sliced = sliced
-        self._given = AsTheyWere(linear)
+        self._given = AsTheyWere(linear, copies=twice)
         self._autocast = Autocast.of(linear[0])
         self._grad = torch.is_grad_enabled()
         self._dtype = self._autocast.dtype or linear[0].dtype
