@@ -42,6 +42,14 @@ HEAD = """
             print(f"{loss.item():.4f}")
         print(f"{sum(p.double().square().sum().item() for p in model.parameters()):.1f}")
 """
+WITH_ACCURACY = """
+    def with_accuracy(model, tokens):
+        logits = model(tokens[:, :-1]).reshape(-1, classes)
+        print((logits.argmax(-1) == tokens[:, 1:].reshape(-1)).sum().item())
+        return F.cross_entropy(logits, tokens[:, 1:].reshape(-1))
+
+    train(Net(), with_accuracy)
+"""
 # Of 512 rows: logits of 15.6 MiB, held three times; parameters, gradients and momentum of 12.
 TIGHT, LESS, WHOLE = "36MiB", "53MiB", "66MiB"
 
@@ -116,14 +124,7 @@ def test_a_script_that_looks_at_its_logits_gets_them_whole(tmp_path: Path):
     ran = allowed(
         tmp_path,
         TIGHT,
-        """
-        def with_accuracy(model, tokens):
-            logits = model(tokens[:, :-1]).reshape(-1, classes)
-            print((logits.argmax(-1) == tokens[:, 1:].reshape(-1)).sum().item())
-            return F.cross_entropy(logits, tokens[:, 1:].reshape(-1))
-
-        train(Net(), with_accuracy)
-        """,
+        WITH_ACCURACY,
     )
     (loop,) = ran.loops
     assert "chunk" not in actions_of(ran)
@@ -348,14 +349,7 @@ def test_logits_that_a_first_step_looks_at_are_not_sliced_in_another(tmp_path: P
     ran = allowed(
         tmp_path,
         TIGHT,
-        """
-        def with_accuracy(model, tokens):
-            logits = model(tokens[:, :-1]).reshape(-1, classes)
-            print((logits.argmax(-1) == tokens[:, 1:].reshape(-1)).sum().item())
-            return F.cross_entropy(logits, tokens[:, 1:].reshape(-1))
-
-        train(Net(), with_accuracy)
-        """,
+        WITH_ACCURACY,
         "--forbid",
         "micro_batch",
     )

@@ -9,8 +9,8 @@ Under ``memfit run``, before backward, which updates may follow and may even be 
 of all logits that the script still holds are copied: into files where there is a place for them, as
 a script that keeps them in a variable seldom looks at them. Values are compared, since ``.data`` is
 written unseen, and a second backward has to reach the weights themselves as long as nothing has
-changed. With ``memfit.fit`` there is no such moment in a loop of one's own: there who looks too late
-gets an error.
+changed. With ``memfit.fit`` there is no such moment in a loop of one's own: who looks too late gets
+an error.
 """
 
 from __future__ import annotations
