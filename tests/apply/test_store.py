@@ -167,7 +167,7 @@ def test_a_file_that_may_not_grow_is_an_error_of_its_write(tmp_path):
     assert done.stderr == ""
     first, second, whole = done.stdout.splitlines()
     assert first == second
-    assert first.startswith("writing 4194304 bytes of offloaded tensors in")
+    assert first.startswith("writing 4.0 MiB of offloaded tensors in")
     assert "too large" in first
     assert whole == "True"
 

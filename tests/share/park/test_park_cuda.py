@@ -162,7 +162,7 @@ def test_a_wake_without_room_leaves_the_model_parked_and_whole(park, driver):
     driver.has(35 * MIB)
     for _ in range(2):
         with pytest.raises(
-            ParkError, match=r"no memory to wake 36\.0 MiB .* no room for 4194304 bytes: 3145728"
+            ParkError, match=r"no memory to wake 36\.0 MiB .* no room for 4.0 MiB: 3.0 MiB is free"
         ) as caught:
             parkable.wake()
         assert caught.value.reason == "no_memory"

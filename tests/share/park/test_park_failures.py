@@ -124,7 +124,7 @@ def test_a_file_that_may_not_grow_leaves_the_model_awake(tmp_path):
         tmp_path,
     )
     error, state, same = done.stdout.splitlines()
-    assert error.startswith("transfer writing 8388608 bytes of parked models in")
+    assert error.startswith("transfer writing 8.0 MiB of parked models in")
     assert state == "False True"
     assert same == "True"
 
