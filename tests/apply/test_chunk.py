@@ -415,7 +415,7 @@ def test_gradients_that_keep_their_graph_may_be_differentiated_where_that_was_as
     found = []
     for way in (
         contextlib.nullcontext(),
-        ChunkedLoss(model, {"weight": "head.weight", "slices": 3}, twice=True).forward(),
+        ChunkedLoss(model, {"weight": "head.weight", "slices": 3}, in_script=True).forward(),
     ):
         model.zero_grad()
         with way:

@@ -103,7 +103,8 @@ class Subject:
             an entry for each item of the batch, by their places.
         warn: Whether to warn, once, when the running model leaves the plan.
         called: The module in it whose calls run in pieces of the batch; ``None`` for the model.
-        twice: Whether gradients may be differentiated in turn, though none were so far.
+        in_script: Whether it runs in a script of the user's, which may differentiate gradients, and
+            look at any result after its updates, though it never did so far.
         not_called: Paths of modules that the recorded step did not call: a forward that calls one
             has left the plan. Empty to take no notice.
     """
@@ -117,7 +118,7 @@ class Subject:
     cut: tuple[int, ...] = ()
     warn: bool = True
     called: weakref.ref[nn.Module] | None = None
-    twice: bool = False
+    in_script: bool = False
     not_called: tuple[str, ...] = ()
 
     @property
@@ -234,8 +235,8 @@ def _autocast(subject: Subject, actions: Actions) -> Part:
 
 
 def _slices(subject: Subject, actions: Actions) -> Part:
-    said, twice = _said(actions, "chunk") or {}, subject.twice
-    return InSlices(subject.model, said, warn=subject.warn, twice=twice)
+    said = _said(actions, "chunk") or {}
+    return InSlices(subject.model, said, warn=subject.warn, in_script=subject.in_script)
 
 
 def _narrow_parameters(subject: Subject, actions: Actions) -> Part:
@@ -527,7 +528,7 @@ class Executor:
         """Have the state where the plan wants it.
 
         Args:
-            going: What has it elsewhere; ``None`` where it is to be in memory, or narrow first.
+            going: What offloads it; ``None`` where it stays in memory, or is narrowed first.
         """
         if self.subject.optimizer is None:
             return

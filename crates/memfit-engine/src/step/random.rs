@@ -306,8 +306,8 @@ fn compare(
     prop_assert_eq!(timeline.into_iter().max().unwrap(), slow.peak_bytes);
     let holdings = evaluator.holdings_at_peak(treatments);
     let held: Bytes = holdings.iter().map(|h| h.bytes).sum();
-    // Workspaces, an update's temporaries, a replay's unwanted outputs and the gradients of earlier pieces are no
-    // allocation held, nor is state that is there for a moment, nor a parameter that is offloaded but for its room.
+    // None of these is an allocation held: workspaces, an update's temporaries, a replay's unwanted outputs, gradients
+    // of earlier pieces, state that is fetched for its update, and offloaded parameters apart from their room.
     let away = variant.offload_optimizer;
     let state = |update| away.map_or(Bytes::ZERO, |away| away.bytes(trace, update));
     let passing: Bytes = trace.updates.iter().map(state).sum();

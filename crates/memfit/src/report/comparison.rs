@@ -28,7 +28,7 @@ pub(crate) enum Agreement {
 }
 
 impl Comparison {
-    /// Whether this is what a plan of `class` promised. What is not a number is no approximation of anything.
+    /// Whether this is what a plan of `class` promised. NaN never is.
     pub(crate) fn keeps(self, class: Class) -> bool {
         match class {
             Class::Exact => self.agreement == Agreement::Bitwise,

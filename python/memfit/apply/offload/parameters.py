@@ -421,7 +421,7 @@ class ParametersElsewhere(Part):
                     assert placed is not None, "without a place there are no numbers"
                     item = placed.items[number]
                     item.readers -= is_other
-                    # What it returned may be a view, whose uses nobody would notice.
+                    # What it returned may be a view, which can be used unnoticed.
                     if number in placed.visitors and has_others(item.storage, len(item.tensors)):
                         self._let_through(placed, number)
 
@@ -454,7 +454,7 @@ class ParametersElsewhere(Part):
                 placed.barrier.let_through(tensor)
 
     def _let_visitors_go(self, placed: _Place, used: Collection[int]) -> None:
-        """Let go of the parameters that torch has only computed with, and that nobody sees now.
+        """Let go of the parameters that torch has only computed with, and nothing else refers to.
 
         Args:
             placed: Where they are.

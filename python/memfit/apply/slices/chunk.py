@@ -60,7 +60,7 @@ class ChunkedLoss:
         rows_alone: bool = False,
         warn: bool = True,
         slices_of: SlicesOf | None = None,
-        twice: bool = False,
+        in_script: bool = False,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -71,8 +71,9 @@ class ChunkedLoss:
                 others.
             warn: Whether to warn, once, when logits are needed whole.
             slices_of: Into how many slices to cut logits, instead of what ``chunk`` says.
-            twice: Whether the loss's gradients may be differentiated, which costs the head's input,
-                and logits looked at after updates, of which :func:`keep_weights` is told.
+            in_script: Whether it runs in a script, which may differentiate gradients (that costs
+                the head's input) and look at logits after updates (:func:`keep_weights` is to be
+                called before them).
 
         Raises:
             UsageError: It is no such thing, or names a weight that the model does not have.
@@ -93,7 +94,7 @@ class ChunkedLoss:
             message = f"the plan computes the loss over `{name}`, which the model does not have"
             raise UsageError(message) from error
         self.last = Sliced()
-        self._twice = twice
+        self._in_script = in_script
         self._warns = warn
         self._running = False
 
@@ -139,7 +140,7 @@ class ChunkedLoss:
             seen.losses += 1
 
         return lambda linear, slices: Whole(
-            linear, slices, sliced, self._needed_whole, twice=self._twice
+            linear, slices, sliced, self._needed_whole, in_script=self._in_script
         )
 
     def _needed_whole(self, who: str) -> None:

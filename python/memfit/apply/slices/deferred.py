@@ -61,7 +61,7 @@ class Whole:
         slices: Into how many slices a loss is cut; 0 where no loss is, and who looks at some rows
             gets those alone.
         sliced: Told about each loss that is computed in slices, and of rows that are alone.
-        twice: Whether a loss's gradients may be differentiated, and logits looked at after updates.
+        in_script: As of :class:`memfit.apply.slices.chunk.ChunkedLoss`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Whole:
         sliced: Told,
         whole: Told,
         *,
-        twice: bool = False,
+        in_script: bool = False,
     ) -> None:
         """Put off a call of ``F.linear``.
 
@@ -80,11 +80,11 @@ class Whole:
             slices: As the attribute.
             sliced: As the attribute.
             whole: Told who needs the logits whole, once.
-            twice: As the attribute.
+            in_script: As the attribute.
         """
-        self.slices, self.twice = slices, twice
+        self.slices, self.in_script = slices, in_script
         self.sliced = sliced
-        self._given = AsTheyWere(linear, copies=twice)
+        self._given = AsTheyWere(linear, copies=in_script)
         self._autocast = Autocast.of(linear[0])
         self._grad = torch.is_grad_enabled()
         self._dtype = self._autocast.dtype or linear[0].dtype
@@ -503,7 +503,7 @@ def _loss(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         reduction=given.get("reduction", "mean"),
         ignore_index=given.get("ignore_index", -100),
         label_smoothing=float(given.get("label_smoothing", 0.0)),
-        twice=view.whole.twice,
+        twice=view.whole.in_script,
     )
     if options.reduction not in {"mean", "sum", "none"}:
         return NotImplemented

@@ -39,7 +39,7 @@ class InSlices(Part):
         *,
         warn: bool = True,
         records: bool = False,
-        twice: bool = False,
+        in_script: bool = False,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -48,7 +48,7 @@ class InSlices(Part):
             chunk: ``Chunk`` of the plan as parsed JSON.
             warn: Whether to warn, once each, when something runs whole.
             records: Whether the forward only records, on fake tensors.
-            twice: Whether gradients of the loss may be differentiated.
+            in_script: As of :class:`ChunkedLoss`.
 
         Raises:
             UsageError: It is no such thing, or names what the model does not have.
@@ -60,7 +60,9 @@ class InSlices(Part):
             raise UsageError("the plan's `chunk` action says nothing of what runs in slices")
         self.loss = None
         if logits := loss or head:
-            self.loss = ChunkedLoss(model, logits, rows_alone=not loss, warn=warn, twice=twice)
+            self.loss = ChunkedLoss(
+                model, logits, rows_alone=not loss, warn=warn, in_script=in_script
+            )
         self.calls = SlicedCalls(model, calls, warn=warn)
         self.strips = Strips(model, strips, records=records) if strips else None
 

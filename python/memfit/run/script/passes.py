@@ -155,7 +155,7 @@ class ObservedPass(Pass):
         self._called, self._key = call.path, call.key
         self._executor = Executor(
             {"actions": [way] if way else []},
-            Subject(weakref.ref(root), called=weakref.ref(call.module), warn=False, twice=True),
+            Subject(weakref.ref(root), called=weakref.ref(call.module), warn=False, in_script=True),
         )
         self._in_way = contextlib.ExitStack()
         self._in_way.enter_context(inside or self._executor.forward())

@@ -261,7 +261,7 @@ class Placing:
             strays_to=strays,
             warn=False,
             called=of,
-            twice=True,
+            in_script=True,
             not_called=left_out,
         )
         if held is None or held.subject != subject:

@@ -83,7 +83,7 @@ class InSlicesOfRows:
         Args:
             model: The model.
             device: Where it is.
-            budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
+            budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
         name = self._may_begin(model, budget_bytes)
         self._first = None
@@ -230,7 +230,9 @@ class _First:
     def __init__(self, model: nn.Module, name: str, room: Callable[[], int]) -> None:
         self.said: dict[str, Any] = {"weight": name, "slices": 1}
         self._room = room
-        self.loss = ChunkedLoss(model, self.said, warn=False, slices_of=self._slices_of, twice=True)
+        self.loss = ChunkedLoss(
+            model, self.said, warn=False, slices_of=self._slices_of, in_script=True
+        )
 
     def _slices_of(self, rows: int, size_bytes: int) -> int | None:
         classes = self.loss.classes

@@ -88,7 +88,7 @@ class Ways:
 
         Args:
             model: The model.
-            budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
+            budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
         return self._slices.first(model, self._device, budget_bytes)
 
@@ -147,7 +147,7 @@ class Ways:
             call: The call.
             model: The model that it is of.
             live_bytes: What is there now.
-            budget: In bytes; 0 where nobody knows it yet.
+            budget: In bytes; 0 while it is a percentage of a step that has not run.
         """
         sliced = self._slices.evaluation(model)
         if sliced is not None:

@@ -25,7 +25,7 @@
 //! What calls took of a device is not free when they end: PyTorch's allocator keeps it for later. It counts
 //! until somebody needs the bytes and a [`Job::Release`] has given them back, which comes before any parking;
 //! the next call of the same model has it again. Parked models have copies in the host's memory, which have
-//! a share of their own: what is not expected soon moves on to the disk ([`Job::Spill`]).
+//! a share of their own: a model that is not expected back soon goes on to the disk ([`Job::Spill`]).
 //!
 //! # The order of service
 //!
