@@ -223,10 +223,10 @@ def test_evaluations_and_modes_of_the_scripts_see_what_they_would(tmp_path: Path
 
 
 BY_OPTIMIZER = "torch.optim.SGD(model.parameters(), lr=50.0).step"
-BY_HAND = "lambda: [it.data.sub_(it.grad, alpha=50.0) for it in model.parameters()]"
+BY_DATA = "lambda: [it.data.sub_(it.grad, alpha=50.0) for it in model.parameters()]"
 
 
-@pytest.mark.parametrize(("update", "looks"), [(BY_OPTIMIZER, (0, 4)), (BY_HAND, (4,))])
+@pytest.mark.parametrize(("update", "looks"), [(BY_OPTIMIZER, (0, 4)), (BY_DATA, (4,))])
 def test_logits_that_are_looked_at_after_an_update_are_those_of_before(
     tmp_path: Path, update: str, looks: tuple[int, ...]
 ):
@@ -357,3 +357,24 @@ def test_logits_that_a_first_step_looks_at_are_not_sliced_in_another(tmp_path: P
     assert loop["observed"]["steps"] == 2
     assert loop["planned"]["steps"] == 3
     assert not loop["divergence"], "the recorded step has the ops of the planned ones"
+
+
+def test_logits_are_those_of_before_where_gradients_are_asked_for_by_hand(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        model = Net()
+        parameters = list(model.parameters())
+        for step in range(6):
+            tokens = torch.randint(0, classes, (items, length + 1))
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.view(-1, classes), tokens[:, 1:].reshape(-1))
+            gradients = torch.autograd.grad(loss, parameters)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients):
+                    parameter.sub_(gradient, alpha=50.0)
+            print(f"{loss.item():.4f} {logits.square().sum().item():.1f}")
+        """,
+    )
+    assert ran.code == 0

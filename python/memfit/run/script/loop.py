@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
-from memfit.apply.slices.as_they_were import keep_weights
 from memfit.apply.slices.chunk import take_off_ended
 from memfit.errors import MemfitError, UsageError, first_line
 from memfit.run.script.as_recorded import AsRecordedPass, recorded_peak_bytes, said_of
@@ -42,7 +41,7 @@ from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
-from memfit.run.script.place import chosen, folder_of_files, strays_to
+from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
@@ -273,7 +272,6 @@ class Loop:
         Raises:
             UpdatesMadeError: The updates of the backward before were made without a step.
         """
-        keep_weights(lambda: folder_of_files(self._request))
         planned = self.placing.executor if isinstance(running, PlannedPass) else None
         left = self._updates.backward_begins(planned)
         if left:

@@ -32,6 +32,7 @@ from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.mapped import Moves
 from memfit.apply.offload.parameters import BEFORE_RETURN
+from memfit.apply.slices.as_they_were import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node
@@ -45,6 +46,7 @@ from memfit.run.script.loop import Loop
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.parameter_uses import ParameterUses
 from memfit.run.script.passes import ObservedPass
+from memfit.run.script.place import folder_of_files
 from memfit.run.script.placing import updated_by
 from memfit.run.script.planned_step import Call
 from memfit.run.script.request import FitRequest
@@ -302,6 +304,7 @@ class AdoptedScript:
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
         Those of the model's parameters that are asked for after a backward are part of backward.
         """
+        keep_weights(lambda: folder_of_files(self._request))
         self._of_others.pause()
         model = None if self._current is None or not inputs else self._current.loop.root
         own = set() if model is None else set(map(id, model.parameters()))
