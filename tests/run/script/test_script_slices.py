@@ -378,3 +378,21 @@ def test_logits_are_those_of_before_where_gradients_are_asked_for_by_hand(tmp_pa
         """,
     )
     assert ran.code == 0
+
+
+def test_logits_of_an_evaluation_may_be_looked_at_after_more_steps(tmp_path: Path):
+    ran = allowed(
+        tmp_path,
+        TIGHT,
+        """
+        model = Net()
+        train(model, steps=3)
+        kept = []
+        for _ in range(2):
+            with torch.no_grad():
+                kept.append(model(torch.arange(64)[None]))
+            train(model, steps=1)
+        print(*(f"{it.square().sum().item():.0f} {it.argmax().item()}" for it in kept))
+        """,
+    )
+    assert "chunk" in actions_of(ran)

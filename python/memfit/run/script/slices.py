@@ -154,7 +154,9 @@ class InSlicesOfRows:
             model: The model.
         """
         loss = None if self._used is None else self._used[KIND].get("loss")
-        return None if loss is None else ChunkedLoss(model, loss, warn=False).forward()
+        if loss is None:
+            return None
+        return ChunkedLoss(model, loss, warn=False, in_script=True).forward()
 
     def notes(self) -> list[str]:
         """Why nothing runs in slices, where that might have helped."""
