@@ -393,6 +393,7 @@ def test_logits_of_an_evaluation_may_be_looked_at_after_more_steps(tmp_path: Pat
                 kept.append(model(torch.arange(64)[None]))
             train(model, steps=1)
         print(*(f"{it.square().sum().item():.0f} {it.argmax().item()}" for it in kept))
+        print(str(kept[0])[:8])
         """,
     )
     assert "chunk" in actions_of(ran)
