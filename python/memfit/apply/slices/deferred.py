@@ -252,10 +252,10 @@ class DeferredLogits(Tensor):
         args, kwargs = _real((args, kwargs or {}), str(func))
         return func(*args, **kwargs)
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
         """Say what this is without computing it, but to a script: that prints its logits."""
         if self._view.whole.in_script:
-            return self._computed("repr").__repr__(**kwargs)
+            return repr(self._computed("repr"))
         return f"DeferredLogits(shape={tuple(self._view.shape)}, dtype={self._view.dtype})"
 
 
