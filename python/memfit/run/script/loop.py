@@ -52,7 +52,7 @@ from memfit.run.script.shrinking import GivingWay
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
-from memfit.run.script.ways import PIECES, Ways, kind_of
+from memfit.run.script.ways import PIECES, Ways, action_kind
 from memfit.run.script.ways_out import offers, ways_out, why_over
 from memfit.track.steps import STEPS
 
@@ -509,7 +509,7 @@ class Loop:
         observation.fusing_refusal = _IN_STEP if self._in_step else self._updates.fusing_refusal()
         observation.may_round = self.cut_ops.has_run
         if not self.ways.recorded(observation):
-            self._looks_again |= kind_of(observation.way) != PIECES  # which may do
+            self._looks_again |= action_kind(observation.way) != PIECES  # which may do
             return  # it is recorded whole next
         if self._checkpoints.may_be_undone(observation.recorder, observation.roles.inputs):
             self._undoes = self._looks_again = True

@@ -100,7 +100,7 @@ class Ways:
         """
         if not self._slices.first_ended(observation):
             return False
-        kind = kind_of(observation.way)
+        kind = action_kind(observation.way)
         if observation.effect and kind == SLICES:
             self._slices.refuse(observation.effect)
         elif observation.effect:
@@ -114,7 +114,7 @@ class Ways:
             step: The step.
             nearer: Whether its plan comes nearer to the budget than the one before.
         """
-        kind = kind_of(step.way)
+        kind = action_kind(step.way)
         if kind == _AUTOCAST:
             self._casting.planned(nearer=nearer)
         elif kind == SLICES or self._slices.begins_again:
@@ -159,7 +159,7 @@ class Ways:
         return [*self._casting.notes(), *self._slices.notes(), *self.pieces.notes()]
 
 
-def kind_of(way: dict[str, Any] | None) -> str:
+def action_kind(way: dict[str, Any] | None) -> str:
     """The kind of the action by which a step ran; empty for none.
 
     Args:
