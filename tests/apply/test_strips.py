@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from memfit.apply.slices.strips import PutOff, Strips, without_put_off
+from memfit.apply.slices.strips import LazyTensor, Strips, materialized
 from memfit.errors import UsageError
 from memfit.measure import measure_peak, static_tensors
 
@@ -137,7 +137,7 @@ def in_strips(model, x, **changed):
     """What a model returns in strips, and how."""
     strips = Strips(model, {**ROOM, **changed}, records=False)
     with torch.no_grad(), strips.forward():
-        return without_put_off(model(x)), strips
+        return materialized(model(x)), strips
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
@@ -166,7 +166,7 @@ def test_whoever_holds_a_value_gets_it_after_the_forward():
     model = Image(lambda m, x: setattr(m, "seen", torch.tanh(m.norm(x))) or m.one(x)).eval()
     x = torch.randn(1, 8, 64, 64)
     in_strips(model, x)
-    assert isinstance(model.seen, PutOff)
+    assert isinstance(model.seen, LazyTensor)
     torch.testing.assert_close(model.seen + 0, torch.tanh(model.norm(x)))
 
 
@@ -184,7 +184,7 @@ def test_inference_mode_runs_the_same():
     expected, strips = in_strips(model, x)
     again = Strips(model, ROOM, records=False)
     with torch.inference_mode(), again.forward():
-        got = without_put_off(model(x))
+        got = materialized(model(x))
     assert torch.equal(got, expected)
     assert again.calls == strips.calls
 

@@ -3,7 +3,7 @@
 //! Responsible for arithmetic that cannot wrap silently, for parsing `3GiB` and `60%`, and for the one
 //! way bytes are shown. Not responsible for what a budget is compared with.
 
-mod meant;
+mod suggestion;
 
 use std::fmt;
 use std::iter::Sum;
@@ -151,7 +151,7 @@ impl Budget {
         let budget = Self::parse(text)?;
         match text.trim().replace('_', "").parse::<f64>() {
             Ok(bare) if budget.resolve(Bytes::ZERO).0 < FEWEST_BARE_BYTES => {
-                let meant = Some(meant::instead_of_few(bare));
+                let meant = Some(suggestion::instead_of_few(bare));
                 Err(BudgetError::new(text, "no step takes so few bytes", meant))
             }
             _ => Ok(budget),
@@ -166,7 +166,7 @@ impl Budget {
     /// part of a byte.
     pub fn parse(text: &str) -> Result<Self, BudgetError> {
         let trimmed = text.trim();
-        let fail = |reason| BudgetError::new(text, reason, meant::instead_of(trimmed));
+        let fail = |reason| BudgetError::new(text, reason, suggestion::instead_of(trimmed));
         if trimmed.starts_with('-') {
             return Err(fail("a budget must be above 0"));
         }
@@ -189,7 +189,7 @@ impl Budget {
                 };
             }
             "" if is_part_of_a_byte(&digits) => {
-                let meant = digits.parse().ok().map(meant::instead_of_few);
+                let meant = digits.parse().ok().map(suggestion::instead_of_few);
                 return Err(BudgetError::new(text, "bytes are whole", meant));
             }
             "" | "b" => 1,

@@ -18,9 +18,9 @@ from memfit import _native
 from memfit.options import Options
 from memfit.run.script import held_in_files
 from memfit.run.script.held_in_files import HELD_IN_FILES, HeldInFiles
+from memfit.run.script.rare_writes import CALLS
 from memfit.run.script.request import FitRequest
 from memfit.run.script.shared_memory import Sharing
-from memfit.run.script.written import CALLS
 from memfit.tensors.storage import is_private_mapping
 from memfit.track import cpu
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ran import inline
 
-from memfit.run.script.as_recorded import AS_RECORDED, THOUGH_A_PLAN_FITS
+from memfit.run.script.recorder_steps import AS_RECORDED, THOUGH_A_PLAN_FITS
 
 NET = """
     import torch

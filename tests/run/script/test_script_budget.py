@@ -12,10 +12,10 @@ import pytest
 from ran import Ran, assert_within_budget, in_forks, inline
 
 from memfit import _native
-from memfit.run.script.described import _least_budget_bytes
+from memfit.run.script.loop_report import _least_budget_bytes
 from memfit.run.script.passes import Count
+from memfit.run.script.remedies import why_over
 from memfit.run.script.verdict import BudgetKept, Over
-from memfit.run.script.ways_out import why_over
 
 STEPS = """
     import torch

@@ -10,7 +10,7 @@ from ran import inline
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from memfit.run.script.make import are_named, make_of
+from memfit.run.script.similar_models import are_named, make_of
 
 TRIALS = """
     import copy, torch

@@ -11,8 +11,8 @@ from ran import Ran, assert_within_budget, inline
 from test_script_updates import MIB, STATEFUL
 from torch import nn
 
-from memfit.run.script.as_recorded import AS_RECORDED
 from memfit.run.script.gradients_between import GRADIENTS_IN_FILES
+from memfit.run.script.recorder_steps import AS_RECORDED
 from memfit.tensors.storage import viewed
 
 pytestmark = pytest.mark.offloads_parameters

@@ -7,8 +7,8 @@
 //! where small tensors sit in cache. A calibrated one has curves: the seconds that each size took. A
 //! profiled step has the seconds of every op. Ratios of these times are what a plan needs.
 
-mod carried;
 pub mod curve;
+mod derived_times;
 pub mod devices;
 mod error;
 
@@ -271,7 +271,7 @@ impl Costs {
     #[must_use]
     pub fn carried_over(&self, from: &Trace, to: &Trace) -> Self {
         Self {
-            seconds: carried::seconds(from, &self.seconds, &self.flops_per_second, to),
+            seconds: derived_times::seconds(from, &self.seconds, &self.flops_per_second, to),
             source: format!("{}; others by their work", self.source),
             ..self.clone()
         }

@@ -3,13 +3,12 @@
 //! Responsible for the plan's types (this file and `action.rs`), for the techniques (`technique/`), for the choice among
 //! them (`choose.rs`, `combinations.rs`), the search within one combination of them (`search/`), the lower bound
 //! (`bound/`), the front over all budgets (`front.rs`), the conversation in which planning asks for what it needs
-//! (`session.rs`, `asked.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for what a plan
+//! (`session.rs`, `trace_requests.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for what a plan
 //! does to memory ([`crate::step`]) or for carrying it out (the Python package).
 
 mod action;
 mod actions;
 mod arena;
-mod asked;
 mod bottleneck;
 mod bound;
 mod choose;
@@ -20,11 +19,11 @@ mod outcomes;
 mod search;
 mod session;
 mod technique;
+mod trace_requests;
 mod validate;
 mod ways;
 
 pub use action::{Action, ActionSummary};
-pub use asked::{Asked, Sizes};
 pub use choose::{plan, plan_within};
 pub use context::PlanError;
 pub use front::{Front, FrontBound, FrontPoint, FrontRequest, FrontStop, front};
@@ -39,6 +38,7 @@ pub use technique::optimizer_bits::OptimizerBits;
 pub use technique::remat::Remat;
 pub use technique::shrink::Shrink;
 pub use technique::{ActionKind, Details, TECHNIQUES, Technique, counted};
+pub use trace_requests::{Asked, Sizes};
 pub use validate::InvalidPlan;
 pub use ways::{ways, ways_without_leave};
 

@@ -20,9 +20,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::asked::{Asked, asked};
 use super::choose::beyond;
 use super::technique::{autocast, micro_batch};
+use super::trace_requests::{Asked, asked};
 use super::ways::ways_by;
 use super::{
     Class, Front, FrontRequest, Limit, Offer, Plan, PlanError, PlanRequest, Verdict, bottleneck,

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memfit.apply.slices.as_they_were import Linear
 from memfit.apply.slices.deferred import DeferredLogits, Whole
+from memfit.apply.slices.weight_copies import Linear
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.tensors.function_modes import take_off
 
@@ -127,8 +127,8 @@ class ChunkedLoss:
         self.last = seen = Sliced()
         self._running = True
         try:
-            put_off = _PutOff(self._weight, self._slices_of, self._whole_of(seen))
-            with put_off.entered():
+            deferring = _Deferring(self._weight, self._slices_of, self._whole_of(seen))
+            with deferring.entered():
                 yield
         finally:
             self._running = False
@@ -154,7 +154,7 @@ class ChunkedLoss:
             warnings.warn(message, DivergenceWarning, stacklevel=2)
 
 
-_ENDED: list[_PutOff] = []
+_ENDED: list[_Deferring] = []
 """Modes of forwards that ended in a call which they handled, as ``loss.backward()`` is one: torch
 puts them back on its stack when it returns."""
 
@@ -165,7 +165,7 @@ def take_off_ended() -> None:
         take_off(_ENDED.pop())
 
 
-class _PutOff(TorchFunctionMode):
+class _Deferring(TorchFunctionMode):
     """While entered, puts off what a weight is applied to."""
 
     def __init__(

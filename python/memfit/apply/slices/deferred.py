@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memfit.apply.slices.as_they_were import AsTheyWere, Linear
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
+from memfit.apply.slices.weight_copies import Linear, WeightsBefore
 
 Told = Callable[[str], None]
 """Told what happened, as a word or two."""
@@ -84,7 +84,7 @@ class Whole:
         """
         self.slices, self.in_script = slices, in_script
         self.sliced = sliced
-        self._given = AsTheyWere(linear, copies=in_script)
+        self._given = WeightsBefore(linear, copies=in_script)
         self._autocast = Autocast.of(linear[0])
         self._grad = torch.is_grad_enabled()
         self._dtype = self._autocast.dtype or linear[0].dtype

@@ -18,7 +18,7 @@ from memfit.apply.part import Part
 from memfit.apply.slices.chunk import ChunkedLoss
 from memfit.apply.slices.deferred import without_deferred
 from memfit.apply.slices.sliced_calls import SlicedCalls
-from memfit.apply.slices.strips import Strips, without_put_off
+from memfit.apply.slices.strips import Strips, materialized
 from memfit.errors import UsageError
 
 
@@ -97,4 +97,4 @@ def as_real(result: Any) -> Any:
     Args:
         result: Any pytree.
     """
-    return without_put_off(without_deferred(result))
+    return materialized(without_deferred(result))

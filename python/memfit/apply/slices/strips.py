@@ -2,7 +2,7 @@
 
 Between two convolutions of an image stand norms, activations, sums and upsamplings, each of which
 writes a tensor as large as the image; in attention, scores and probabilities are as large as the
-square of the length. All of these are put off (:mod:`memfit.apply.slices.put_off`), and the
+square of the length. All of these are put off (:mod:`memfit.apply.slices.lazy_rows`), and the
 convolution or product that takes them takes a strip at a time, with the rows around it that a
 kernel reaches. Its result is one tensor as ever: a new one, or the memory of its input, where
 nothing else holds that.
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memfit.apply.borrowed import borrowed
 from memfit.apply.proven_ops import LeftProof
 from memfit.apply.replaced import replaced
-from memfit.apply.slices.put_off import (
+from memfit.apply.slices.lazy_rows import (
     MOST_STEPS,
     ROWS,
     Value,
@@ -93,7 +93,7 @@ class Strips:
         run = borrowed(self._held).forward
 
         def whole(*args: Any, **kwargs: Any) -> Any:
-            return without_put_off(run(*args, **kwargs))
+            return materialized(run(*args, **kwargs))
 
         # In inference mode other ops are seen than in the recording.
         with (
@@ -118,7 +118,7 @@ class Strips:
         self.asked_again.add(call)
 
 
-class PutOff(Tensor):
+class LazyTensor(Tensor):
     """Stands for a tensor that is put off; reading it computes the tensor."""
 
     _value: Value
@@ -127,10 +127,10 @@ class PutOff(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(value: Value, device: torch.device, mode: _InStrips) -> PutOff:
+    def of(value: Value, device: torch.device, mode: _InStrips) -> LazyTensor:
         """Make one."""
-        made: PutOff = Tensor._make_wrapper_subclass(
-            PutOff, value.shape, value.strides, dtype=value.dtype, device=device
+        made: LazyTensor = Tensor._make_wrapper_subclass(
+            LazyTensor, value.shape, value.strides, dtype=value.dtype, device=device
         )
         made._value = value
         made._mode = mode
@@ -141,30 +141,30 @@ class PutOff(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """An op outside the forward."""
-        args, kwargs = without_put_off((args, kwargs or {}))
+        args, kwargs = materialized((args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
         """Say what this is without computing it."""
-        return f"PutOff(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _of_tensor(name: str) -> Any:
     """A method of the tensor that is stood for: they look at memory without an op."""
 
-    def method(self: PutOff, *args: Any, **kwargs: Any) -> Any:
+    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._mode.real(self), name)(*args, **kwargs)
 
     return method
 
 
 for _name in ("numpy", "tolist", "data_ptr", "untyped_storage", "__array__", "__dlpack__"):
-    setattr(PutOff, _name, _of_tensor(_name))
+    setattr(LazyTensor, _name, _of_tensor(_name))
 
 
-def without_put_off(result: Any) -> Any:
+def materialized(result: Any) -> Any:
     """The same nest of values with tensors in place of what stands for them."""
-    return tree_map_only(PutOff, lambda it: it._mode.real(it), result)
+    return tree_map_only(LazyTensor, lambda it: it._mode.real(it), result)
 
 
 class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -173,7 +173,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, strips: Strips) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._strips = strips
-        self._live: dict[int, weakref.ref[PutOff]] = {}
+        self._live: dict[int, weakref.ref[LazyTensor]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -191,7 +191,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 made = self._put_off(func, args, kwargs)
                 if made is not None:
                     return made
-        args, kwargs = tree_map_only(PutOff, self.real, (args, kwargs))
+        args, kwargs = tree_map_only(LazyTensor, self.real, (args, kwargs))
         return func(*args, **kwargs)
 
     # What is put off
@@ -206,7 +206,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.native_group_norm.default:
             if not self._is_worth(tuple(args[0].shape), args[0].dtype):
                 return None
-            args = (without_put_off(args[0]), *args[1:])
+            args = (materialized(args[0]), *args[1:])
         made = rule(func, args, kwargs, self._value)
         if made is None:
             return None
@@ -227,14 +227,14 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
         least = self._strips.least_bytes * _items(shape)
         return shape[ROWS] >= 2 * LEAST_ROWS and size >= least
 
-    def _stand_in(self, value: Value, device: torch.device) -> PutOff:
-        made = PutOff.of(value, device, self)
+    def _stand_in(self, value: Value, device: torch.device) -> LazyTensor:
+        made = LazyTensor.of(value, device, self)
         key = id(made)
         self._live[key] = weakref.ref(made, lambda _: self._live.pop(key, None))
         return made
 
     def _value(self, tensor: Tensor) -> Value:
-        if not isinstance(tensor, PutOff):
+        if not isinstance(tensor, LazyTensor):
             return Value.of(tensor)
         value = tensor._value
         if value.overwritten is not None:
@@ -251,7 +251,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         first, plain = args[0] if args else None, of_functional(func)
-        if isinstance(first, PutOff) and first._value.step is not None and plain is not None:
+        if isinstance(first, LazyTensor) and first._value.step is not None and plain is not None:
             value = self._value(first)
             base = value.base()
             is_shared = base.tensor is not None or any(
@@ -274,7 +274,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Make what is made of memory that is about to be written to."""
         stored = {
             tensor.untyped_storage()._cdata
-            for tensor in map(without_put_off, written)
+            for tensor in map(materialized, written)
             if isinstance(tensor, Tensor)
         }
         for stand_in in self._alive():
@@ -290,20 +290,20 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _in_strips(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The result of an op on a value that is put off; ``None`` where it takes no strips."""
         first = args[0] if args else None
-        if not isinstance(first, PutOff) or first._value.step is None:
+        if not isinstance(first, LazyTensor) or first._value.step is None:
             return None
         if func is aten.convolution.default:
             return self._convolution(first, args)
         if func in {aten.bmm.default, aten.mm.default}:
             made = on_meta(func, args, kwargs, self._value)
-            if made.shape[-1] <= first.shape[-1] and not isinstance(args[1], PutOff):
+            if made.shape[-1] <= first.shape[-1] and not isinstance(args[1], LazyTensor):
                 value = self._value(first)
                 return self._taken(
                     value, made, lambda start, stop: func(value.rows(start, stop), args[1])
                 )
         return None
 
-    def _convolution(self, first: PutOff, args: tuple[Any, ...]) -> Tensor | None:
+    def _convolution(self, first: LazyTensor, args: tuple[Any, ...]) -> Tensor | None:
         _, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
         value = self._value(first)
         if transposed or len(value.shape) != 4 or padding[0] > LEAST_ROWS:  # noqa: PLR2004 - an image
@@ -384,7 +384,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Values that are read
 
-    def real(self, stand_in: PutOff) -> Tensor:
+    def real(self, stand_in: LazyTensor) -> Tensor:
         """The tensor that one stands for, made now if it is not there."""
         return self._made(self._value(stand_in), stand_in.device)
 
@@ -417,7 +417,7 @@ class _InStrips(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Whose memory is free
 
-    def _alive(self) -> list[PutOff]:
+    def _alive(self) -> list[LazyTensor]:
         held = (reference() for reference in list(self._live.values()))
         return [stand_in for stand_in in held if stand_in is not None]
 

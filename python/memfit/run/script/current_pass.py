@@ -10,9 +10,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+from memfit.run.script.differentiable import Wanted
 from memfit.run.script.passes import ObservedPass
 from memfit.run.script.roots import Together
-from memfit.run.script.wanted import Wanted
 
 if TYPE_CHECKING:
     from torch import nn

@@ -33,8 +33,8 @@ from memfit.apply.offload.mapped import (
 )
 from memfit.apply.offload.views import Memory, held_tensors, key_of, memories
 from memfit.run.script.place import free_bytes, strays_to, takes_files
+from memfit.run.script.rare_writes import Written
 from memfit.run.script.request import FitRequest
-from memfit.run.script.written import Written
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import state_tensors
 from memfit.tensors.storage import address, gradient_of, is_leaf, is_private_mapping

@@ -27,7 +27,6 @@ from memfit.answers import Plan
 from memfit.apply.executor import Executor
 from memfit.apply.slices.chunk import take_off_ended
 from memfit.errors import MemfitError, UsageError, first_line
-from memfit.run.script.as_recorded import AsRecordedPass, recorded_peak_bytes, said_of
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied
 from memfit.run.script.evaluations import Evaluations
@@ -35,7 +34,6 @@ from memfit.run.script.forbidden import ForbiddenTechniques
 from memfit.run.script.lean_backward import LeanBackward
 from memfit.run.script.lean_ops import LeanWay
 from memfit.run.script.lease import Room
-from memfit.run.script.make import are_named, make_of
 from memfit.run.script.model_refusals import are_lent, model_refusal
 from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
@@ -45,15 +43,17 @@ from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
+from memfit.run.script.recorder_steps import AsRecordedPass, recorded_peak_bytes, said_of
 from memfit.run.script.recordings import MAX_RECORDINGS, Recordings
+from memfit.run.script.remedies import offers, remedies, why_over
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
 from memfit.run.script.shrinking import GivingWay
+from memfit.run.script.similar_models import are_named, make_of
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.ways import PIECES, Ways, action_kind
-from memfit.run.script.ways_out import offers, ways_out, why_over
 from memfit.track.steps import STEPS
 
 MAX_OBSERVED = 8
@@ -406,7 +406,7 @@ class Loop:
     def _require_fits(self, planned: PlannedStep, outside: int) -> None:
         """End a script that is held to its budget before a step that would not keep it."""
         if self._strict is not None and not (planned.left or planned.keeps_as_recorded):
-            ways = ways_out(self._request, planned, self._room.within(self._budget), outside)
+            ways = remedies(self._request, planned, self._room.within(self._budget), outside)
             self._strict.require(planned.plan, ways)
 
     def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:

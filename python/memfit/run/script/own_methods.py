@@ -2,7 +2,7 @@
 
 SAM's ``first_step`` copies all parameters and changes them, before the pass whose gradients its
 ``second_step`` uses. Responsible for standing in for such methods of each class, and for putting
-them back. Not responsible for what they are told for (:mod:`memfit.run.script.steps_of_others`).
+them back. Not responsible for what they are told for (:mod:`memfit.run.script.foreign_optimizers`).
 """
 
 from __future__ import annotations

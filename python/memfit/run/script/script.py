@@ -32,17 +32,18 @@ from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.mapped import Moves
 from memfit.apply.offload.parameters import BEFORE_RETURN
-from memfit.apply.slices.as_they_were import keep_weights
+from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node
 from memfit.run.script.current_pass import CurrentPass, recorder_of
-from memfit.run.script.described import described, found, unplanned
+from memfit.run.script.foreign_optimizers import ForeignOptimizers
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
+from memfit.run.script.loop_report import described, found, unplanned
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.parameter_uses import ParameterUses
 from memfit.run.script.passes import ObservedPass
@@ -53,7 +54,6 @@ from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, makes_graph
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
-from memfit.run.script.steps_of_others import StepsOfOthers
 from memfit.run.script.strict import Strict
 from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
@@ -114,7 +114,7 @@ class AdoptedScript:
                 self._say,
             )
         )
-        self._of_others = StepsOfOthers(
+        self._of_others = ForeignOptimizers(
             self._loops,
             lambda: (self._files.place_of_state(), self._kept.budget_bytes),
             self._leave_out_updates,

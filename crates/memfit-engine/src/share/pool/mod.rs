@@ -4,7 +4,7 @@
 //! bytes, threads or clocks: the caller does the jobs that [`Machine::begin`] hands out, says how they
 //! ended, and brings the time with every event.
 //!
-//! `told.rs` the words for callers without these types, `machine.rs` one event in and its answers out, `victims.rs` what to park, `copies.rs` where its copy goes,
+//! `plain_types.rs` the words for callers without these types, `machine.rs` one event in and its answers out, `victims.rs` what to park, `copies.rs` where its copy goes,
 //! `cached.rs` what a device's allocator keeps of calls, `habits.rs` when a model will be used next and what
 //! moving it takes; tests: `naive.rs` all subsets, `histories.rs` random histories against a judge that counts
 //! anew.
@@ -63,11 +63,11 @@ mod histories_of_devices;
 mod machine;
 #[cfg(test)]
 mod naive;
-mod told;
+mod plain_types;
 mod victims;
 
 pub use machine::Machine;
-pub use told::{NoJob, ToldJob, ToldRefusal};
+pub use plain_types::{NoJob, ToldJob, ToldRefusal};
 
 use serde::{Deserialize, Serialize};
 

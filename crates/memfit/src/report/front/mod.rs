@@ -1,14 +1,14 @@
 //! The front as a page and as an image: a plot that people look at, with all of it as a table below.
 //!
 //! Responsible for putting template, style, plot, table and script into one file. Not responsible for the plot
-//! (`plot.rs`), for the sentences (`story.rs`) nor for any number (the engine).
+//! (`plot.rs`), for the sentences (`sentences.rs`) nor for any number (the engine).
 //!
 //! Invariants: as for the other page, no address on a network is named and the content policy forbids any, text
 //! is escaped, and the same front gives the same bytes. Plot and table are there without JavaScript.
 
 mod axis;
 mod plot;
-pub(crate) mod story;
+pub(crate) mod sentences;
 
 use std::fmt::Write as _;
 
@@ -42,7 +42,7 @@ pub(crate) fn image(front: &Front) -> String {
 /// The page.
 #[must_use]
 pub(crate) fn page(front: &Front) -> String {
-    let sentences = story::sentences(front);
+    let sentences = sentences::sentences(front);
     let sentences = sentences.iter().fold(String::new(), |mut text, one| {
         // Writing into a string cannot fail.
         let _infallible = write!(text, "<p>{}</p>", escaped(one, MAX_LINE));
@@ -59,7 +59,7 @@ pub(crate) fn page(front: &Front) -> String {
             "nonce" => html.push_str(&nonce),
             "version" => html.push_str(env!("CARGO_PKG_VERSION")),
             "target" => html.push_str(&escaped(&front.target, 300)),
-            "headline" => html.push_str(&escaped(&story::headline(front), MAX_LINE)),
+            "headline" => html.push_str(&escaped(&sentences::headline(front), MAX_LINE)),
             "sentences" => html.push_str(&sentences),
             "style" => html.push_str(STYLE),
             "plot-style" => html.push_str(PLOT_STYLE),
@@ -77,7 +77,7 @@ fn rows(front: &Front) -> String {
     let whole = front.unplanned.predicted_peak_bytes;
     let mut html = String::new();
     for (number, point) in front.points.iter().enumerate() {
-        let told = escaped(&story::told(point), MAX_LINE);
+        let told = escaped(&sentences::told(point), MAX_LINE);
         let class = words::class(point.promise);
         let budget = format!("--budget {}", point.budget_bytes.0);
         let budget = match point.allow {
@@ -94,9 +94,9 @@ fn rows(front: &Front) -> String {
             escaped(&command, MAX_LINE),
             point.predicted_peak_bytes,
             words::share(point.predicted_peak_bytes, whole),
-            story::ratio(point.predicted_step_ratio),
-            story::ratio(point.lower_bound_ratio),
-            escaped(&story::techniques(point), MAX_LINE),
+            sentences::ratio(point.predicted_step_ratio),
+            sentences::ratio(point.lower_bound_ratio),
+            escaped(&sentences::techniques(point), MAX_LINE),
         );
     }
     html
@@ -105,7 +105,7 @@ fn rows(front: &Front) -> String {
 fn notes(front: &Front) -> String {
     let mut lines = vec![
         format!("Costs: {}.", front.cost_source),
-        format!("Search: {}.", story::search(front)),
+        format!("Search: {}.", sentences::search(front)),
     ];
     if front.margin_bytes.0 > 0 {
         lines.push(format!(
@@ -230,11 +230,11 @@ mod tests {
     fn the_story_is_that_of_the_numbers() {
         let front = front("m");
         assert_eq!(
-            story::headline(&front),
+            sentences::headline(&front),
             "From 40.00 GiB down to 12.00 GiB with exact plans, at up to 1.400 x the step time"
         );
         assert_eq!(
-            story::sentences(&front),
+            sentences::sentences(&front),
             [
                 "Half the unplanned peak: 1.400 x the step time.",
                 "Where rounding may differ: down to 9.00 GiB at 1.200 x the step time."

@@ -12,7 +12,7 @@ use memfit_engine::cost::devices;
 use memfit_engine::plan::{Class, Front, FrontPoint};
 
 use super::axis::{Axis, unit};
-use super::story;
+use super::sentences;
 use crate::report::html::escaped;
 use crate::report::words;
 
@@ -70,7 +70,7 @@ pub(super) fn plot(front: &Front, size: &Size, style: Option<&str>) -> String {
     let paper = Paper::new(front, size);
     let mut svg = String::new();
     let label = escaped(
-        &format!("Step time against peak. {}", story::headline(front)),
+        &format!("Step time against peak. {}", sentences::headline(front)),
         600,
     );
     put(
@@ -380,7 +380,7 @@ impl<'f> Paper<'f> {
         for (number, point) in self.front.points.iter().enumerate() {
             let (at, height) = self.place(point);
             let class = words::class(point.promise);
-            let told = escaped(&story::told(point), 600);
+            let told = escaped(&sentences::told(point), 600);
             put(
                 svg,
                 format_args!(
@@ -451,7 +451,7 @@ impl<'f> Paper<'f> {
         );
         let ends: Vec<&FrontPoint> = [Class::Exact, Class::Equivalent]
             .into_iter()
-            .filter_map(|class| story::least(self.front, class))
+            .filter_map(|class| sentences::least(self.front, class))
             .filter(|point| point.predicted_peak_bytes < unplanned)
             .collect();
         // Where two would stand on each other or on a mark, the one further left moves up.
@@ -474,7 +474,7 @@ impl<'f> Paper<'f> {
                     self.place(point).0 + 12.0,
                     words::class(point.promise),
                     point.predicted_peak_bytes,
-                    story::ratio(point.predicted_step_ratio)
+                    sentences::ratio(point.predicted_step_ratio)
                 ),
             );
         }

@@ -8,7 +8,7 @@
 //! either escaped or compressed, so that the browser never reads it as markup or script; the same report gives
 //! the same bytes.
 
-mod story;
+mod narrative;
 
 use std::fmt::Write as _;
 
@@ -48,13 +48,13 @@ const MAIN: &str = include_str!("page/main.js");
 /// The page of an explained snapshot.
 #[must_use]
 pub(crate) fn explanation(snapshot: &Snapshot, explanation: &Explanation) -> String {
-    let story = story::story(explanation);
+    let story = narrative::story(explanation);
     let told = Page {
         source: &explanation.source,
         headline: &story.headline,
         summary: &story.sentences,
         text: &text::explanation(explanation, Palette::PLAIN),
-        explanation: &story::findings(explanation),
+        explanation: &narrative::findings(explanation),
     };
     page(&told, |left| pack(snapshot, &subjects(snapshot), left))
 }

@@ -4,7 +4,7 @@ use memfit_engine::plan::{Front, FrontPoint};
 
 use super::{indented, section};
 use crate::printer::Palette;
-use crate::report::front::story;
+use crate::report::front::sentences;
 use crate::report::table::{Align, Table, bar};
 use crate::report::words;
 
@@ -19,7 +19,7 @@ pub(crate) fn front(front: &Front, palette: Palette) -> String {
     let mut text = format!("{}{batch}\n\n", palette.strong(&front.target));
     text.push_str(&points(front).render(0, palette));
     let mut search = Table::new(&[Align::Left, Align::Left]);
-    search.row(["Search".to_owned(), story::search(front)]);
+    search.row(["Search".to_owned(), sentences::search(front)]);
     search.row(["Costs".to_owned(), front.cost_source.clone()]);
     text.push('\n');
     text.push_str(&search.render(0, palette));
@@ -30,9 +30,9 @@ pub(crate) fn front(front: &Front, palette: Palette) -> String {
     section(&mut text, "Not possible", &indented(&refusals), palette);
     section(&mut text, "Notes", &indented(&front.notes), palette);
     text.push('\n');
-    text.push_str(&palette.strong(&story::headline(front)));
+    text.push_str(&palette.strong(&sentences::headline(front)));
     text.push('\n');
-    for sentence in story::sentences(front) {
+    for sentence in sentences::sentences(front) {
         text.push_str(&sentence);
         text.push('\n');
     }
@@ -59,7 +59,7 @@ fn points(front: &Front) -> Table {
             whole.to_string(),
             words::share(whole, whole),
             bar(whole, whole, BAR),
-            story::ratio(1.0),
+            sentences::ratio(1.0),
             String::new(),
             String::new(),
             "none: the unplanned step".to_owned(),
@@ -70,10 +70,10 @@ fn points(front: &Front) -> Table {
             point.predicted_peak_bytes.to_string(),
             words::share(point.predicted_peak_bytes, whole),
             bar(point.predicted_peak_bytes, whole, BAR),
-            story::ratio(point.predicted_step_ratio),
-            story::ratio(point.lower_bound_ratio),
+            sentences::ratio(point.predicted_step_ratio),
+            sentences::ratio(point.lower_bound_ratio),
             words::class(point.promise).to_owned(),
-            story::actions(point),
+            sentences::actions(point),
         ]);
     }
     table

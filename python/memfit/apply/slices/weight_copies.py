@@ -30,7 +30,7 @@ Linear = tuple[Tensor, Tensor, Tensor | None]
 """Input, weight and bias of a linear layer's call."""
 
 
-class AsTheyWere:
+class WeightsBefore:
     """Input, weight and bias of a call of the head that was put off."""
 
     def __init__(self, linear: Linear, *, copies: bool = False) -> None:
@@ -89,7 +89,7 @@ def _versions(linear: Linear) -> tuple[int, ...]:
     return tuple(version_of(it) for it in linear if it is not None)
 
 
-_HELD: WeakSet[AsTheyWere] = WeakSet()
+_HELD: WeakSet[WeightsBefore] = WeakSet()
 
 
 def keep_weights(place: Callable[[], str]) -> None:

@@ -14,9 +14,9 @@ from torch import nn
 
 from memfit.apply.executor import Executor, Subject
 from memfit.options import Options
-from memfit.run.script.as_recorded import AS_RECORDED, THOUGH_A_PLAN_FITS
 from memfit.run.script.observed import StepRecording
 from memfit.run.script.planned_step import PlannedStep
+from memfit.run.script.recorder_steps import AS_RECORDED, THOUGH_A_PLAN_FITS
 from memfit.run.script.request import FitRequest
 from memfit.run.script.step_updates import ONE_BY_ONE, StepUpdates
 

@@ -8,7 +8,7 @@ import torch
 from ran import inline
 from torch import nn
 
-from memfit.run.script.wanted import Wanted
+from memfit.run.script.differentiable import Wanted
 
 ACTS = """
     import torch

@@ -2,7 +2,7 @@
 
 Plans know nothing of their updates, which nobody may make for them. Responsible for having their
 state in mapped files from one step to the next where there is no room for it, and for which of
-their steps run with only what each op touches in memory (:mod:`memfit.run.script.touched_only`).
+their steps run with only what each op touches in memory (:mod:`memfit.run.script.demand_paging`).
 Not responsible for the mapping (:mod:`memfit.run.script.held_in_files`): what has gone is there
 for whoever reads it, and who writes it has pages of his own. So nothing depends on what is taken
 for state: whatever tensor an optimizer holds, in ``state`` or elsewhere, may go.
@@ -31,9 +31,9 @@ from memfit.apply.offload.mapped import (
     to_file,
     to_memory,
 )
+from memfit.run.script.demand_paging import DemandPaging
 from memfit.run.script.place import free_bytes
 from memfit.run.script.step_updates import lists_nothing
-from memfit.run.script.touched_only import TouchedOnly
 from memfit.tensors.optimizers import (
     in_memory,
     shared_state,
@@ -86,12 +86,12 @@ class _Step:
     known: _Known
     live_bytes: int
     window: _native.AllocationWindow = field(default_factory=_native.AllocationWindow)
-    touched: TouchedOnly | None = None
+    touched: DemandPaging | None = None
     moves: Moves | None = None
     was: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
 
-class StepsOfOthers:
+class ForeignOptimizers:
     """The steps of all optimizers that memfit makes no updates for."""
 
     def __init__(
@@ -194,7 +194,7 @@ class StepsOfOthers:
         moves = step.moves = self._leave_out()
         mapped += [it for it in gradients if _is_in_file(it, OF_GRADIENT)]
         most = budget_bytes - int(budget_bytes * _MARGIN)
-        touched = step.touched = TouchedOnly(place, most, type(step.optimizer).__name__)
+        touched = step.touched = DemandPaging(place, most, type(step.optimizer).__name__)
         has_shown = step.known.has_shown
         if not has_shown:
             step.was = {id(it): _as_it_is(it) for it in (*parameters, *state)}
@@ -236,7 +236,7 @@ class StepsOfOthers:
             took_bytes = peak_bytes - step.live_bytes
             step.known.took_bytes = max(step.known.took_bytes or 0, took_bytes)
 
-    def _end(self, step: _Step, touched: TouchedOnly) -> None:
+    def _end(self, step: _Step, touched: DemandPaging) -> None:
         name = type(step.optimizer).__name__
         place, budget_bytes = self._room()
         parameters, gradients = _listed(step.optimizer)
@@ -270,7 +270,7 @@ class StepsOfOthers:
         return has_gone
 
 
-def _look_at_writes(step: _Step, touched: TouchedOnly, tensors: Iterable[Tensor]) -> None:
+def _look_at_writes(step: _Step, touched: DemandPaging, tensors: Iterable[Tensor]) -> None:
     """Know whether all that has changed was written by ops, of those that were there before."""
     if touched.gave_address:
         step.known.refusal = "takes addresses of tensors"

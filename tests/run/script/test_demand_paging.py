@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memfit import _native
 from memfit.apply.offload.mapped import to_file
-from memfit.run.script.touched_only import TouchedOnly
+from memfit.run.script.demand_paging import DemandPaging
 from memfit.track import cpu
 
 SIZE = 1 << 18
@@ -21,10 +21,10 @@ SIZE = 1 << 18
 
 
 @contextmanager
-def stepping(place: Path, tensors: list[Tensor], *, room: int = 2) -> Iterator[TouchedOnly]:
+def stepping(place: Path, tensors: list[Tensor], *, room: int = 2) -> Iterator[DemandPaging]:
     """A step with room for so many of its tensors."""
     others = _native.counted_bytes() - sum(it.nbytes for it in tensors)
-    step = TouchedOnly(str(place), others + room * 4 * SIZE + 4096, "Lion")
+    step = DemandPaging(str(place), others + room * 4 * SIZE + 4096, "Lion")
     step.manage(tensors, at_once=True)
     step.begin()
     try:
@@ -61,7 +61,7 @@ def test_before_it_was_seen_to_write_only_what_was_touched_goes(tmp_path: Path):
     """And of what is to be written, only what was: others may have its address."""
     gradients, parameters = made(4), made(4)
     room = _native.counted_bytes() - 6 * 4 * SIZE
-    step = TouchedOnly(str(tmp_path), room, "Lion")
+    step = DemandPaging(str(tmp_path), room, "Lion")
     step.manage(gradients, at_once=False)
     step.manage(parameters, at_once=False, once_written=True)
     step.begin()
@@ -146,7 +146,7 @@ def test_other_sizes_and_memory(tmp_path: Path):
 def test_what_waits_in_files_comes_and_goes(tmp_path: Path):
     (state,) = made(1)
     to_file(state, str(tmp_path))
-    step = TouchedOnly(str(tmp_path), 1 << 40, "Lion")
+    step = DemandPaging(str(tmp_path), 1 << 40, "Lion")
     step.begin_in_file(state, None)
     before = _native.counted_bytes()
     step.stay_in_files([(state, 1)], None)

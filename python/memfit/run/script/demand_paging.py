@@ -4,7 +4,7 @@ Of an optimizer that is not torch's own nobody knows whether it updates each par
 nothing but its own step may make its updates. But it makes them op by op. Responsible for having in
 memory what an op is given, and for sending away what no op was given for longest where there is no
 room. Not responsible for which steps run so, nor for what becomes of state and gradients afterwards
-(:mod:`memfit.run.script.steps_of_others`).
+(:mod:`memfit.run.script.foreign_optimizers`).
 
 The memory of a tensor is let go by making its storage empty, and comes back into the same storage:
 views, whoever made them, find the bytes. What reaches bytes by no op (``numpy()``, ``data_ptr()``)
@@ -81,7 +81,7 @@ class _Memory:
     once_written: bool = False
 
 
-class TouchedOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DemandPaging(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What a step runs inside, from :meth:`begin` to :meth:`leave`.
 
     Attributes:
@@ -395,7 +395,7 @@ class TouchedOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Looks(TorchFunctionMode):
     """Sees who reaches bytes by no op."""
 
-    def __init__(self, step: TouchedOnly) -> None:
+    def __init__(self, step: DemandPaging) -> None:
         super().__init__()
         self._step = step
 

@@ -19,7 +19,7 @@ _LOWER = 0.98
 """A way is named where it lowers the peak to this part."""
 
 
-def ways_out(
+def remedies(
     request: FitRequest, planned: PlannedStep, budget: str | int, outside_bytes: int, but: str = ""
 ) -> list[tuple[str, Plan]]:
     """Options that were not given, with the lower plans that they would allow.
@@ -63,7 +63,7 @@ def offers(
         f"{_given(option)} a step would take "
         f"{_native.bytes_text(plan.planned.predicted_peak_bytes)}, at "
         f"{plan.predicted_step_ratio:.2f} x"
-        for option, plan in ways_out(request, planned, budget, outside_bytes, but=EQUIVALENT)
+        for option, plan in remedies(request, planned, budget, outside_bytes, but=EQUIVALENT)
     ]
     options = request.options
     if options.promise == "exact" and "micro_batch" not in options.forbid:
