@@ -529,6 +529,8 @@ class Approximation:
             it is not scaled.
         skipped_steps: How many of them updated nothing, as a gradient was not finite.
         max_error: The bound, as a part of the batch's noise.
+        idle_parameters: Parameters that this leaves out, as the loss does not depend on them: their
+            gradients are rounding alone, which the optimizer makes full steps of.
         later_loss: The loss after some steps; absent where the batch's examples cannot be drawn.
         rounding_spread: How far parameters are off by chance alone after these steps, as a part of
             how far the unplanned ones moved: two planned runs that round by other draws differ by
@@ -548,6 +550,7 @@ class Approximation:
     scaled_steps: int
     skipped_steps: int
     max_error: float
+    idle_parameters: tuple[str, ...] | None = None
     later_loss: LaterLoss | None = None
     rounding_spread: float | None = None
     update_error: float | None = None

@@ -6,11 +6,17 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from workloads import tanh_layers
 
 import memfit
 from memfit.errors import UsageError
-from memfit.verify.approximation import approximation, batch_noise
+from memfit.verify.approximation import (
+    approximation,
+    batch_noise,
+    idle_parameters,
+    update_error,
+)
 
 SHRINK = {
     "allow": "shrink",
@@ -97,3 +103,54 @@ def test_an_exact_plan_says_nothing_of_it():
 def test_a_bound_that_is_none_is_refused(max_error):
     with pytest.raises(UsageError, match="is no part of anything"):
         memfit.verify(tanh_layers(), "80%", max_error=max_error)
+
+
+def normalised_convolution():
+    """A convolution whose bias the normalisation after it takes away again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.BatchNorm2d(64), nn.Flatten(), nn.Linear(64 * 64, 4)
+    )
+    batch = (torch.randn(8, 3, 8, 8), torch.randint(4, (8,)))
+    return memfit.Workload(
+        model,
+        batch,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=torch.optim.Adam(model.parameters()),
+    )
+
+
+def test_updates_of_what_the_loss_does_not_depend_on_are_left_out_and_named():
+    forbid = ("remat", "fuse_optimizer", "one_by_one", "chunk", "micro_batch")
+    found = memfit.verify(
+        normalised_convolution(), "90%", steps=1, allow="optimizer_bits", forbid=forbid
+    )
+    assert found.approximation.idle_parameters == ("0.bias",)
+    assert "`0.bias` is left out: the loss does not depend on it" in str(found)
+
+
+def test_a_faint_gradient_alone_leaves_nothing_out():
+    load = normalised_convolution()
+    load.loss(load.model, load.batch).backward()
+    gradients = {name: p.grad for name, p in load.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in load.model.named_parameters()}
+    load.optimizer.step()
+    after = {name: p.detach().clone() for name, p in load.model.named_parameters()}
+    moved = []
+
+    def changed():
+        moved.append({n: not torch.equal(p, after[n]) for n, p in load.model.named_parameters()})
+        return False
+
+    assert idle_parameters(load, gradients, before, after, changed) == []
+    assert [[name for name, it in one.items() if it] for one in moved] == [["0.bias"]]
+    assert idle_parameters(load, gradients, before, after, lambda: True) == ["0.bias"]
+    assert all(torch.equal(p, after[name]) for name, p in load.model.named_parameters())
+
+
+def test_an_update_that_is_left_out_does_not_count():
+    before = {"a": torch.zeros(2), "b": torch.zeros(1)}
+    expected = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0])}
+    got = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([-1.0])}
+    assert update_error(before, expected, got, ["b"]) == pytest.approx(0.1)
+    assert update_error(before, expected, got) == pytest.approx(math.sqrt(4.25 / 26))

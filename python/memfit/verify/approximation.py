@@ -8,7 +8,7 @@ all parameters, in 64 bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,13 @@ Gradients = Mapping[str, Tensor]
 
 LEAST_OF_LENGTH = 1e-3
 """Part of the whole length below which one parameter's gradient is not judged by itself."""
+
+_FAINT = 1e-4
+"""Part of all gradients' root mean square below which one parameter's may be rounding alone."""
+
+_FURTHER = 10
+"""How many times as far as steps moved it a parameter is moved, to see whether the loss depends on
+it."""
 
 
 def approximation(expected: Gradients, got: Gradients, noise: float | None) -> dict[str, Any]:
@@ -57,24 +64,72 @@ def approximation(expected: Gradients, got: Gradients, noise: float | None) -> d
     }
 
 
-def update_error(before: Gradients, expected: Gradients, got: Gradients) -> float | None:
+def idle_parameters(
+    workload: Workload,
+    gradients: Gradients,
+    before: Gradients,
+    after: Gradients,
+    is_the_loss: Callable[[], bool],
+) -> list[str]:
+    """Parameters that the loss does not depend on, whose gradients are rounding alone.
+
+    The bias of a convolution before a batch normalisation is one, and the bias of attention's keys.
+    Optimizers that normalise gradients make full steps of them, in a direction that any rounding
+    turns. It is tried: they are moved further than steps moved them.
+
+    Args:
+        workload: The step; its parameters are as ``after`` says, and are again afterwards.
+        gradients: Unplanned, by name of the parameter.
+        before: Parameters before some unplanned steps, by name.
+        after: After them.
+        is_the_loss: Whether the loss is, but for rounding, what it was after these steps.
+
+    Returns:
+        Their names.
+    """
+    squares = {name: _square(gradient) for name, gradient in gradients.items()}
+    count = sum(gradient.numel() for gradient in gradients.values())
+    faint = _FAINT**2 * math.fsum(squares.values()) / max(count, 1)
+    parameters = dict(workload.model.named_parameters())
+    idle = []
+    for name in before:
+        if not 0 < squares.get(name, 0) <= faint * gradients[name].numel():
+            continue
+        parameter, move = parameters[name], after[name] - before[name]
+        with torch.no_grad():
+            parameter.add_(move.to(parameter), alpha=_FURTHER)
+            if is_the_loss():
+                idle.append(name)
+            parameter.copy_(after[name])
+    return idle
+
+
+def update_error(
+    before: Gradients, expected: Gradients, got: Gradients, idle: Collection[str] = ()
+) -> float | None:
     """How far parameters are off after some steps, as a part of how far the unplanned ones moved.
 
     Args:
         before: Parameters before the steps, by name.
         expected: After unplanned steps.
         got: After planned ones.
+        idle: Names of those that are left out.
 
     Returns:
         It; ``None`` where it is not a number.
     """
-    off = math.fsum(_square(got[name] - expected[name]) for name in before)
-    moved = math.fsum(_square(expected[name] - before[name]) for name in before)
+    names = [name for name in before if name not in idle]
+    off = math.fsum(_square(got[name] - expected[name]) for name in names)
+    moved = math.fsum(_square(expected[name] - before[name]) for name in names)
     return _part(math.sqrt(off), math.sqrt(moved)) if math.isfinite(off + moved) else None
 
 
 def rounding_spread(
-    before: Gradients, expected: Gradients, got: Gradients, again: Gradients
+    before: Gradients,
+    expected: Gradients,
+    got: Gradients,
+    again: Gradients,
+    idle: Collection[str] = (),
 ) -> float | None:
     """How far chance alone has parameters be off, where updates are rounded at random.
 
@@ -85,12 +140,14 @@ def rounding_spread(
         expected: After unplanned steps.
         got: After planned ones.
         again: After the same, with another draw.
+        idle: Names of those that are left out.
 
     Returns:
         It, as a part of how far the unplanned ones moved; ``None`` where it is not a number.
     """
-    apart = math.fsum(_square(got[name] - again[name]) for name in before)
-    moved = math.fsum(_square(expected[name] - before[name]) for name in before)
+    names = [name for name in before if name not in idle]
+    apart = math.fsum(_square(got[name] - again[name]) for name in names)
+    moved = math.fsum(_square(expected[name] - before[name]) for name in names)
     return _part(math.sqrt(apart / 2), math.sqrt(moved)) if math.isfinite(apart + moved) else None
 
 

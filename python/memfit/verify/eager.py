@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from memfit.verify.approximation import (
     approximation,
     batch_noise,
     drawn_batches,
+    idle_parameters,
     loss_of_batch,
     may_be_drawn,
     output_error,
@@ -200,9 +202,8 @@ def _compare(
         noise = batch_noise(workload)
         state.restore(workload)
         found["approximation"] = approximation(expected.gradients, got.gradients, noise)
-        found["approximation"] |= _later(workload, ordinary, planned, state)
-        if not rounds_updates:
-            del found["approximation"]["update_error"], found["approximation"]["update_steps"]
+        gradients = expected.gradients if rounds_updates else None
+        found["approximation"] |= _later(workload, ordinary, planned, state, gradients)
     return {
         **found,
         "divergence": report.divergence,
@@ -221,16 +222,29 @@ def _settle(planned: Fitted) -> None:
             return
 
 
-def _later(workload: Workload, ordinary: Fitted, planned: Fitted, state: State) -> dict[str, Any]:
+def _later(
+    workload: Workload,
+    ordinary: Fitted,
+    planned: Fitted,
+    state: State,
+    gradients: Tensors | None,
+) -> dict[str, Any]:
     """Losses and parameters after some steps on examples drawn from the batch, planned and not.
 
     The unplanned steps are repeated with other draws, so that what the plan changes stands beside
     what the order of the data does. All begin with the same state, which is there again.
+    Parameters are compared where the unplanned gradients of the first step are given.
     """
     before = _trained(workload)
     ways = [planned] + [ordinary] * (_DRAWS if may_be_drawn(workload) else 1)
     losses: list[float | None] = []
     after: list[Tensors] = []
+    idle: list[str] = []
+
+    def is_the_loss() -> bool:
+        seed()
+        loss, same = loss_of_batch(workload), losses[-1]
+        return None not in (loss, same) and math.isclose(loss, same, rel_tol=EQUIVALENT)
 
     def run(way: Fitted, draw: int) -> None:
         seed()
@@ -244,19 +258,23 @@ def _later(workload: Workload, ordinary: Fitted, planned: Fitted, state: State) 
             after.append(_trained(workload))
         seed()
         losses.append(loss_of_batch(workload))
+        if number == 1 and gradients is not None:
+            idle = idle_parameters(workload, gradients, before, after[1], is_the_loss)
         state.restore(workload)
     spread = None
-    if planned.draw_roundings(1):
+    if gradients is not None and planned.draw_roundings(1):
         run(planned, 0)
-        spread = rounding_spread(before, after[1], after[0], _trained(workload))
+        spread = rounding_spread(before, after[1], after[0], _trained(workload), idle)
         state.restore(workload)
         planned.draw_roundings(0)
     others = [loss for loss in losses[1:] if loss is not None]
     loss = {"steps": _UPDATES, "planned": losses[0], "unplanned": losses[1]}
     if len(losses) > 2:  # noqa: PLR2004 - others beside the two
         loss |= {"lowest": min(others, default=None), "highest": max(others, default=None)}
-    error = update_error(before, after[1], after[0])
-    found = {"later_loss": loss, "update_error": error, "update_steps": _UPDATES}
+    found: dict[str, Any] = {"later_loss": loss}
+    if gradients is not None:
+        error = update_error(before, after[1], after[0], idle)
+        found |= {"update_error": error, "update_steps": _UPDATES, "idle_parameters": idle}
     return found if spread is None else {**found, "rounding_spread": spread}
 
 

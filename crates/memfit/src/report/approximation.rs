@@ -48,6 +48,10 @@ pub(crate) struct Approximation {
     /// random.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) rounding_spread: Option<f64>,
+    /// Parameters that this leaves out, as the loss does not depend on them: their gradients are rounding alone, which
+    /// the optimizer makes full steps of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) idle_parameters: Vec<String>,
     /// After how many steps that was; none where updates were not looked at.
     #[serde(default)]
     pub(crate) update_steps: u64,
@@ -182,11 +186,27 @@ impl Approximation {
             )
         });
         Some(format!(
-            "after {} parameters are off by {} of how far they moved{by_chance}; at most {} is allowed",
+            "after {} parameters are off by {} of how far they moved{by_chance}; at most {} is allowed{}",
             counted(self.update_steps, "step"),
             percent(error),
-            percent(MOST_OF_MOVE)
+            percent(MOST_OF_MOVE),
+            self.idle_words()
         ))
+    }
+
+    /// Which parameters are left out of updates, and why; empty where none are.
+    fn idle_words(&self) -> String {
+        match self.idle_parameters.as_slice() {
+            [] => String::new(),
+            [one] => format!(
+                "; `{one}` is left out: the loss does not depend on it, and its gradient is rounding alone"
+            ),
+            [first, ..] => format!(
+                "; {} parameters, `{first}` first, are left out: the loss does not depend on them, and their gradients \
+                 are rounding alone",
+                self.idle_parameters.len()
+            ),
+        }
     }
 
     /// What the loss is after some steps, in words; `None` where it was not looked at.
@@ -238,6 +258,7 @@ mod tests {
             batch_noise: Some(0.78),
             not_finite: 0,
             update_error: None,
+            idle_parameters: Vec::new(),
             rounding_spread: None,
             update_steps: 0,
             scaled_steps: 0,

@@ -64,6 +64,9 @@ pub(crate) fn verify(document: &VerifyDocument, palette: Palette) -> String {
         let words = match changed {
             Some(changed) if name == "gradients" => changed.words(),
             Some(_) => Approximation::loss_words(*comparison),
+            None if name == "gradients" && is_no_number(document) => {
+                format!("{}, and NOT A NUMBER", agreement_words(*comparison))
+            }
             None => agreement_words(*comparison),
         };
         agreement.row([name.to_owned(), words]);
@@ -342,6 +345,11 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             numbers.to_owned()
         };
         format!("{} {fit}{time}; {numbers}\n", palette.good("FITS:"))
+    } else if is_no_number(document) {
+        format!(
+            "{} {fit}, but gradients are not numbers, with the plan and without it\n",
+            palette.bad("DIFFERENT:")
+        )
     } else {
         let changed = document.approximation.as_ref();
         let only_updates = |it: &Approximation| it.holds_but_for_updates() && !it.holds();
@@ -360,6 +368,14 @@ fn answer(document: &VerifyDocument, palette: Palette) -> String {
             words::class(document.class())
         )
     }
+}
+
+/// Are gradients the same with an approximate plan and without it, and no numbers?
+fn is_no_number(document: &VerifyDocument) -> bool {
+    let changed = document.approximation.as_ref();
+    let same = document.gradients;
+    same.is_some_and(|it| it.agreement == Agreement::Bitwise)
+        && changed.is_some_and(|it| it.gradient_error.is_none())
 }
 
 /// How the step time compares, as a clause with its comma; empty where it is not known.
@@ -478,6 +494,7 @@ mod tests {
             batch_noise: Some(0.5),
             not_finite: 0,
             update_error: Some(0.0097),
+            idle_parameters: Vec::new(),
             rounding_spread: None,
             update_steps: 5,
             scaled_steps: 0,
@@ -501,13 +518,34 @@ mod tests {
         approximation.rounding_spread = Some(0.0068);
         let said = approximation.update_words().expect("they were looked at");
         insta::assert_snapshot!(said, @"after 5 steps parameters are off by 0.97 % of how far they moved, and by 0.68 % by chance alone, as updates are rounded at random; at most 10 % is allowed");
+        approximation.rounding_spread = None;
+        approximation.idle_parameters = vec!["stem.conv.bias".to_owned()];
+        let said = approximation.update_words().expect("they were looked at");
+        insta::assert_snapshot!(said, @"after 5 steps parameters are off by 0.97 % of how far they moved; at most 10 % is allowed; `stem.conv.bias` is left out: the loss does not depend on it, and its gradient is rounding alone");
+        approximation
+            .idle_parameters
+            .push("body.conv.bias".to_owned());
+        let said = approximation.update_words().expect("they were looked at");
+        insta::assert_snapshot!(said, @"after 5 steps parameters are off by 0.97 % of how far they moved; at most 10 % is allowed; 2 parameters, `stem.conv.bias` first, are left out: the loss does not depend on them, and their gradients are rounding alone");
         approximation.update_error = Some(0.2);
-        document.approximation = Some(approximation);
+        document.approximation = Some(approximation.clone());
         assert!(!document.keeps_its_word());
         let text = verify(&document, Palette::PLAIN);
         let last = text.lines().last().unwrap_or_default();
         assert!(
             last.contains("but updates are not what a plan of class approximate promises"),
+            "{last}"
+        );
+        approximation.gradient_error = None;
+        document.approximation = Some(approximation);
+        let text = verify(&document, Palette::PLAIN);
+        assert!(
+            text.contains("  gradients  bitwise equal, and NOT A NUMBER\n"),
+            "{text}"
+        );
+        let last = text.lines().last().unwrap_or_default();
+        assert!(
+            last.ends_with("but gradients are not numbers, with the plan and without it"),
             "{last}"
         );
     }
