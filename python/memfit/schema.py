@@ -944,6 +944,9 @@ class DeviceProfile:
         bytes_per_second: Bytes a second read plus written by a large element-wise op.
         op_overhead_seconds: Least time of any op.
         curves: Seconds by size, where measured.
+        new_memory_bytes_per_second: Bytes a second at which memory is touched for the first time
+            that the system has just mapped, beyond the time of filling it. Absent where large
+            results are not mapped anew.
         transfers: How fast bytes move when they are offloaded.
     """
 
@@ -952,6 +955,7 @@ class DeviceProfile:
     bytes_per_second: float
     op_overhead_seconds: float
     curves: Curves | None = None
+    new_memory_bytes_per_second: float | None = None
     transfers: Transfers | None = None
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from dropout_blocks import Block, Stack, compare
 from handmade import record
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -16,58 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.apply.offload.tiers import DiskTier
 from memfit.apply.remat.remat import Rematerialiser
-from memfit.errors import DivergenceWarning, ReplayError, UsageError
-
-
-class Block(nn.Module):
-    """A small pre-norm feed-forward block with dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        h = nn.functional.gelu(self.up(self.norm(x)))
-        return x + nn.functional.dropout(self.down(h), 0.25)
-
-
-class Stack(nn.Module):
-    """Three blocks; the second is called twice."""
-
-    def __init__(self, wrap=lambda block, x: block(x)):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.wrap = wrap
-
-    def forward(self, x):
-        for index in (0, 1, 1, 2):
-            x = self.wrap(self.blocks[index], x)
-        return x.pow(2).mean()
-
-
-def gradients(model):
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def compare(model, forward, remat=None, backward=lambda loss: loss.backward(), drop=lambda _: True):
-    """Gradients and loss with and without the plan are the same bits."""
-
-    def once(context):
-        model.zero_grad()
-        torch.manual_seed(3)
-        with context:
-            loss = forward()
-        backward(loss)
-        return [loss.detach(), *gradients(model), torch.get_rng_state()]
-
-    expected = once(contextlib.nullcontext())
-    remat = remat or Rematerialiser(model, record(model, forward).remat(drop))
-    got = once(remat.forward())
-    for a, b in zip(expected, got, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
-    return remat.outcome()
+from memfit.errors import DivergenceWarning, UsageError
 
 
 @pytest.fixture
@@ -290,136 +240,6 @@ def test_an_exception_in_forward_leaves_nothing_installed(x):
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
             assert not torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
             compare(model, lambda: model(x), remat)
-
-
-class Branches(nn.Module):
-    """Takes another branch when told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.middle = nn.Linear(8, 8)
-        self.last = nn.Linear(8, 8)
-        self.other = False
-
-    def forward(self, x):
-        x = self.first(x).sigmoid()
-        x = self.middle(x)
-        x = x.sin().mul_(2.0).tanh() if self.other else x.cos().mul_(3.0).sigmoid()
-        return self.last(x).tanh().sum()
-
-
-@pytest.mark.parametrize("watched", [None, [("first", 0), ("last", 0)]])
-def test_another_branch_gives_right_gradients_and_one_warning(x, watched):
-    model = Branches()
-    remat = Rematerialiser(model, record(model, lambda: model(x)).remat(regions=watched))
-    model.other = True
-    if watched is None:
-        with pytest.warns(DivergenceWarning, match=r"aten\.sin\.default"):
-            compare(model, lambda: model(x), remat)
-        assert remat.diverged
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            compare(model, lambda: model(x), remat)
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            compare(model, lambda: model(x), remat)
-        assert not remat.diverged
-    model.other = False
-    compare(model, lambda: model(x), remat)
-    assert not remat.diverged
-
-
-def test_watching_resumes_at_the_next_region(x):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = Branches()
-            self.b = Branches()
-
-        def forward(self, x):
-            return self.a(x) + self.b(x)
-
-    model = Two()
-    ops = record(model, lambda: model(x))
-    remat = Rematerialiser(model, ops.remat(regions=[("a", 0), ("b", 0)]))
-    whole = compare(model, lambda: model(x), remat).observations.dropped_saves
-    model.a.other = True
-    with pytest.warns(DivergenceWarning):
-        partly = compare(model, lambda: model(x), remat).observations.dropped_saves
-    assert whole > partly > whole / 2
-
-
-def test_a_few_other_ops_are_passed_over(x):
-    class Long(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(10))
-            self.extra = False
-
-        def forward(self, x):
-            for index, layer in enumerate(self.layers):
-                x = layer(x).sigmoid() + x
-                if self.extra and index == 3:
-                    x = x.sin() * 2.0
-            return x.sum()
-
-    model = Long()
-    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
-    whole = compare(model, lambda: model(x), remat).observations.dropped_saves
-    model.extra = True
-    with pytest.warns(DivergenceWarning):
-        outcome = compare(model, lambda: model(x), remat)
-    assert remat.diverged
-    assert whole - 5 <= outcome.observations.dropped_saves < whole
-
-
-def test_a_larger_batch_is_still_dropped_and_told(x):
-    model = Stack()
-    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
-    smaller = x[:3]
-    compare(model, lambda: model(smaller), remat)
-    assert not remat.diverged
-    larger = torch.cat([x, x])
-    with pytest.warns(DivergenceWarning, match="elements instead"):
-        outcome = compare(model, lambda: model(larger), remat)
-    assert remat.diverged
-    assert outcome.observations.dropped_saves > 10
-
-
-def test_a_write_outside_the_watched_regions_is_noticed(x):
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Sequential(nn.Linear(8, 8), nn.Identity())
-            self.b = nn.Sequential(nn.Tanh(), nn.Linear(8, 1))
-            self.write = False
-
-        def forward(self, x):
-            h = self.a(x)
-            if self.write:
-                h.mul_(3.0)
-            return self.b(h).sum()
-
-    model = Writes()
-    ops = record(model, lambda: model(x))
-    remat = Rematerialiser(model, ops.remat(regions=[("a", 0), ("b", 0)]))
-    compare(model, lambda: model(x), remat)
-    model.write = True
-    with pytest.warns(DivergenceWarning, match="outside the ops"):
-        compare(model, lambda: model(x), remat)
-
-
-def test_a_parameter_changed_before_backward_is_refused(x):
-    model = Stack()
-    remat = Rematerialiser(model, record(model, lambda: model(x)).remat())
-    with remat.forward():
-        loss = model(x)
-    with torch.no_grad():
-        model.blocks[0].up.weight.mul_(2.0)
-    with pytest.raises((ReplayError, RuntimeError), match=r"written to|modified by an inplace"):
-        loss.backward()
 
 
 class Shows(nn.Module):

@@ -38,7 +38,7 @@ def inside(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         ("absent.module:build", "there is no module `absent.module`"),
         ("workloads.py:absent", "`workloads.py` has no function `absent`"),
         ("workloads.py:NOT_A_FUNCTION", "is a `int`, not a function"),
-        ("workloads.py:wrong_type", "returned a `Linear`, not a `memfit.Workload`"),
+        ("workloads.py:wrong_type", "returned `Linear`, not `memfit.Workload`"),
         ("workloads.py:needs_value", "`needs_value` needs a value for `rows`"),
         ("workloads.py", "names no function"),
     ],

@@ -1,7 +1,8 @@
 """This machine's speed, for the roofline cost model.
 
 Responsible for a device profile measured in under a second: matrix multiplication rates, memory
-bandwidth, and what an op costs that does nothing. Not responsible for keeping it.
+bandwidth, what an op costs that does nothing, and what new memory costs that large results lie in.
+Not responsible for keeping it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
 
     Returns:
         A device profile: ``name``, ``flops_per_second`` by element type, ``bytes_per_second`` and
-        ``op_overhead_seconds``.
+        ``op_overhead_seconds``; on a CPU that maps large results anew also
+        ``new_memory_bytes_per_second``.
     """
     place = torch.device(device)
     with torch.no_grad():
@@ -51,13 +53,15 @@ def calibrate(device: str = "cpu") -> dict[str, Any]:
             "flops_per_second": flops,
             "bytes_per_second": _bandwidth(place),
             "op_overhead_seconds": _overhead(place),
+            **_new_memory(place),
         }
 
 
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"this machine's CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"this machine's CPU, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _fastest(
@@ -112,6 +116,21 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.ones(_BANDWIDTH_BYTES // 4, device=device)
     target = torch.empty_like(source)
     return 2 * _BANDWIDTH_BYTES / _fastest(lambda: target.copy_(source), device)
+
+
+def _new_memory(device: torch.device) -> dict[str, float]:
+    """Bytes a second at which new memory is touched, beyond filling it; nothing where none is new.
+
+    A C library that keeps what is freed, as glibc may be told to, takes no longer than to fill it.
+    """
+    if device.type != "cpu":
+        return {}
+    there = torch.empty(_BANDWIDTH_BYTES // 4)
+    filled = _fastest(lambda: there.fill_(1), device, _SECONDS_BRIEFLY)
+    made = _fastest(lambda: torch.ones(_BANDWIDTH_BYTES // 4), device, _SECONDS_BRIEFLY)
+    if made < 1.5 * filled:
+        return {}
+    return {"new_memory_bytes_per_second": _BANDWIDTH_BYTES / (made - filled)}
 
 
 def _overhead(device: torch.device) -> float:

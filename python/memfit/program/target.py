@@ -78,7 +78,7 @@ def _build(function: Callable[..., Any], arguments: dict[str, Any], target: str)
         message = f"`{target}` failed by itself while building"
         raise WorkloadError(message, phase="build") from error
     if not isinstance(workload, Workload):
-        message = f"`{target}` returned a `{type(workload).__name__}`, not a `memfit.Workload`"
+        message = f"`{target}` returned `{type(workload).__name__}`, not `memfit.Workload`"
         wrong = UsageError(message)
         wrong.add_note("end it with `return memfit.Workload(model=..., batch=...)`")
         raise wrong

@@ -244,7 +244,9 @@ def _later(
     def is_the_loss() -> bool:
         seed()
         loss, same = loss_of_batch(workload), losses[-1]
-        return None not in (loss, same) and math.isclose(loss, same, rel_tol=EQUIVALENT)
+        return (
+            loss is not None and same is not None and math.isclose(loss, same, rel_tol=EQUIVALENT)
+        )
 
     def run(way: Fitted, draw: int) -> None:
         seed()

@@ -19,8 +19,9 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::bytes::Bytes;
 use crate::cost::curve::Curve;
-use crate::trace::{Op, Phase, Trace};
+use crate::trace::{Op, OpIndex, Phase, Trace};
 
 /// Name in [`DeviceProfile::flops_per_second`] for float32 convolutions on CUDA, which use TF32 tensor cores
 /// unless `torch.backends.cudnn.allow_tf32` is off (torch documentation, *CUDA semantics*).
@@ -38,6 +39,10 @@ pub struct DeviceProfile {
     pub bytes_per_second: f64,
     /// Least time of any op.
     pub op_overhead_seconds: f64,
+    /// Bytes a second at which memory is touched for the first time that the system has just mapped, beyond the time of
+    /// filling it. Absent where large results are not mapped anew.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub new_memory_bytes_per_second: Option<f64>,
     /// Seconds by size, where measured.
     #[serde(default, skip_serializing_if = "Curves::is_empty")]
     pub curves: Curves,
@@ -124,6 +129,9 @@ impl DeviceProfile {
     pub fn check(&self) -> Result<(), CostError> {
         positive("bytes_per_second", self.bytes_per_second)?;
         positive("op_overhead_seconds", self.op_overhead_seconds)?;
+        if let Some(rate) = self.new_memory_bytes_per_second {
+            positive("new_memory_bytes_per_second", rate)?;
+        }
         for (dtype, &rate) in &self.flops_per_second {
             positive(&format!("flops_per_second[{dtype}]"), rate)?;
         }
@@ -329,21 +337,39 @@ fn positive(what: &str, value: f64) -> Result<(), CostError> {
 
 fn roofline(trace: &Trace, profile: &DeviceProfile) -> Vec<f64> {
     let overhead = profile.op_overhead_seconds;
-    let seconds = trace.ops.iter().map(|op| {
+    let seconds = trace.ops.iter().zip(0..).map(|(op, index)| {
         let name = trace.string(op.name);
         if op.view || name.contains("empty") {
             return overhead;
         }
         let compute = compute_seconds(trace, op, name, profile);
         let transfer = transfer_seconds(op, name, profile);
-        // A curve holds the dispatch, a flat rate does not.
+        // A curve holds the dispatch and what new memory takes, a flat rate does not.
+        let mapping = mapping_seconds(trace, op, OpIndex(index), profile);
         let whole = |part: Part| match part {
             Part::Measured(seconds) => seconds,
-            Part::Flat(seconds) => seconds + overhead,
+            Part::Flat(seconds) => seconds + overhead + mapping,
         };
         whole(compute).max(whole(transfer)).max(overhead)
     });
     seconds.collect()
+}
+
+/// Results of so many bytes and more are mapped anew by glibc, whatever was freed before: `M_MMAP_THRESHOLD` grows no
+/// further (mallopt(3), `DEFAULT_MMAP_THRESHOLD_MAX`).
+const MAPPED_ANEW: Bytes = Bytes(32 << 20);
+
+/// What touching the new memory of an op's large results takes.
+fn mapping_seconds(trace: &Trace, op: &Op, id: OpIndex, profile: &DeviceProfile) -> f64 {
+    let Some(rate) = profile.new_memory_bytes_per_second else {
+        return 0.0;
+    };
+    let made = op
+        .outputs
+        .iter()
+        .map(|value| &trace.allocations[trace.values[value.index()].allocation.index()]);
+    let large = made.filter(|it| it.producer == Some(id) && it.bytes >= MAPPED_ANEW);
+    large.map(|it| it.bytes.as_f64()).sum::<f64>() / rate
 }
 
 /// One side of the roofline.
@@ -457,6 +483,37 @@ mod tests {
             op_overhead_seconds: 1e-6,
             ..DeviceProfile::default()
         }
+    }
+
+    #[test]
+    fn large_results_take_new_memory_that_small_ones_do_not() {
+        let mut trace = sample::chain();
+        let (index, op) = (0..)
+            .zip(&trace.ops)
+            .find(|(_, op)| !op.view && !op.outputs.is_empty())
+            .expect("an op that makes something");
+        let made = trace.values[op.outputs[0].index()].allocation.index();
+        let plain = profile();
+        let dear = DeviceProfile {
+            new_memory_bytes_per_second: Some(1e6),
+            ..profile()
+        };
+        trace.allocations[made].producer = Some(OpIndex(index));
+        let at = usize::try_from(index).unwrap();
+        for (bytes, more) in [(MAPPED_ANEW.0 - 1, 0.0), (MAPPED_ANEW.0, 33.554_432)] {
+            trace.allocations[made].bytes = Bytes(bytes);
+            let before = seconds_of(at, &trace, plain.clone());
+            let after = seconds_of(at, &trace, dear.clone());
+            assert!(
+                (after - before - more).abs() < 1e-9,
+                "{bytes}: {before} {after}"
+            );
+        }
+        let wrong = DeviceProfile {
+            new_memory_bytes_per_second: Some(0.0),
+            ..profile()
+        };
+        assert!(wrong.check().is_err());
     }
 
     fn line(work: f64, seconds: f64) -> Curve {

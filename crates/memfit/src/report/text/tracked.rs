@@ -456,7 +456,7 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
             (true, true) => format!("the step fits {budget} as it is"),
             (true, false) => {
                 let promised = match promise(plan) {
-                    Class::Exact => ", exactly",
+                    Class::Exact => "; results stay bitwise equal",
                     Class::Equivalent => "; rounding may differ",
                     Class::Approximate => approximate(plan),
                 };
