@@ -8,8 +8,8 @@ use schemars::JsonSchema;
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
 
-use super::Class;
-use super::technique::{ActionKind, Details};
+use super::promise::Class;
+use super::technique::kinds::{ActionKind, Details};
 use crate::bytes::Bytes;
 
 /// One technique as applied.

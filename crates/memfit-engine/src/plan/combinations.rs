@@ -8,12 +8,13 @@
 use super::ActionKind;
 use super::context::{Outcome, Planner};
 use super::search::limits::Share;
+use super::search::narrow_forms::LEAST_BYTES;
 use super::search::problem::Allowed;
 use super::search::transfers::{Offer, Schedule};
 use super::technique::offload_optimizer::LEAST_STATE;
 use super::technique::{
     fuse_optimizer, half_parameters, micro_batch, offload, offload_optimizer, one_by_one,
-    optimizer_bits, shrink,
+    optimizer_bits,
 };
 use crate::bytes::Bytes;
 use crate::cost::Costs;
@@ -208,7 +209,7 @@ impl Planner<'_> {
             remat: !self.request.forbid.contains(&ActionKind::Remat),
             unneeded_saves: !self.request.forbid.contains(&ActionKind::UnneededSaves),
             offer: self.offer(),
-            shrink: self.may_shrink.then_some(shrink::LEAST_BYTES),
+            shrink: self.may_shrink.then_some(LEAST_BYTES),
         }
     }
 

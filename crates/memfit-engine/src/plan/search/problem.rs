@@ -4,10 +4,10 @@
 //! that costs, where backward first asks for it, and the objective. Not responsible for choosing.
 
 use super::blocks::{self, Blocks};
+use super::narrow_forms::{Speed, forms};
 use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
-use crate::plan::technique::shrink::{self, Speed};
 use crate::step::{
     Evaluation, IncrementalEvaluator, Narrow, StepModel, Transfer, Treatment, Variant,
 };
@@ -117,9 +117,7 @@ impl<'t> Problem<'t> {
         let schedule = allowed
             .offer
             .map(|offer| Schedule::new(trace, offer.clone(), costs));
-        let forms = allowed
-            .shrink
-            .map(|least| shrink::forms(trace, &model, least));
+        let forms = allowed.shrink.map(|least| forms(trace, &model, least));
         let mut problem = Self {
             trace,
             model,

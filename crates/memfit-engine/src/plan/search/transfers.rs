@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
-use crate::plan::Tier;
+use crate::plan::instructions::Tier;
 use crate::step::{Transfer, UpdateTurn, Variant, update_turns};
 use crate::trace::{AllocationId, OpIndex, ParameterUpdate, Trace};
 

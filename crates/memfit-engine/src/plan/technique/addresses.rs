@@ -1,11 +1,10 @@
 //! From what is done to each allocation to what the executor needs.
 //!
-//! Responsible for addressing allocations by forward op and for the smallest set of module calls in which the
+//! Responsible for addressing allocations by forward op, for which drops nothing is computed again for, and for the smallest set of module calls in which the
 //! executor has to watch. Not responsible for choosing the set.
 
 use std::collections::BTreeMap;
 
-use super::unneeded_saves;
 use crate::plan::search::problem::Problem;
 use crate::plan::search::transfers::Offer;
 use crate::plan::{ActiveRegion, Dropped, Offload, Remat, Shrink};
@@ -31,7 +30,7 @@ pub(in crate::plan) fn directions(
     treatments: &[Treatment],
     offer: Option<&Offer>,
 ) -> Directions {
-    let unneeded = unneeded_saves::unneeded(problem, treatments);
+    let unneeded = unneeded(problem, treatments);
     let drops = addressed(problem, treatments, Treatment::is_drop);
     let (unneeded, drops): (Vec<_>, Vec<_>) =
         drops.into_iter().partition(|(id, _)| unneeded[id.index()]);
@@ -82,6 +81,26 @@ pub(in crate::plan) fn directions(
         offload,
         shrink,
     }
+}
+
+/// Which drops nothing is computed again for: backward asks neither for them nor for anything dropped that is made
+/// from them.
+fn unneeded(problem: &Problem<'_>, treatments: &[Treatment]) -> Vec<bool> {
+    let is_dropped = |id: AllocationId| treatments[id.index()].is_drop();
+    let ids = (0..treatments.len()).filter_map(|index| u32::try_from(index).ok());
+    let dropped: Vec<AllocationId> = ids.map(AllocationId).filter(|&id| is_dropped(id)).collect();
+    let mut unneeded = vec![false; treatments.len()];
+    for id in &dropped {
+        unneeded[id.index()] = true;
+    }
+    let asked_for = dropped.iter().filter(|&&id| problem.may_be_asked_for(id));
+    let mut queue: Vec<AllocationId> = asked_for.copied().collect();
+    while let Some(id) = queue.pop() {
+        if std::mem::replace(&mut unneeded[id.index()], false) {
+            queue.extend(&problem.inputs[id.index()]);
+        }
+    }
+    unneeded
 }
 
 /// Where the executor watches, and what it sees there.

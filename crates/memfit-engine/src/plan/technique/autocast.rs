@@ -10,7 +10,7 @@
 
 use super::{ActsOn, Technique};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Autocast, Chunk, Op, Phase, Trace, Way};
 

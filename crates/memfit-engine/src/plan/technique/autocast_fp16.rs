@@ -10,7 +10,7 @@
 //! (`autocast.rs`), nor for the scale (the Python package).
 
 use super::{ActsOn, Technique, autocast};
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan};
 
 pub(super) static TECHNIQUE: Technique = Technique {

@@ -4,7 +4,7 @@
 //! for whether that pays (`combinations.rs`), nor for what it does to memory ([`crate::step`]).
 
 use super::{ActsOn, Technique, counted};
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Phase, Trace};
 

@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 
 use super::{ActsOn, Technique, autocast, counted, optimizer_bits, weights};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::context::Outcome;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::step::EightBitState;

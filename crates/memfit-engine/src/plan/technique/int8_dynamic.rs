@@ -13,7 +13,7 @@
 use std::collections::BTreeSet;
 
 use super::{ActsOn, Technique, counted, int8_weights};
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::predict;
 use crate::step::{Evaluator, StepModel, Treatment, Variant};

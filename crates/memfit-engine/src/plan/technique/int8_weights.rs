@@ -9,7 +9,7 @@
 
 use super::{ActsOn, Technique, counted, weights};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Int8Weights, Trace, Way};
 

@@ -3,14 +3,13 @@
 //! Responsible for the proof that the batch may be cut, for the words where it fails, for the numbers of pieces, and
 //! for the action. Not responsible for whether cutting it pays (`combinations.rs`).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use super::addresses::interned;
 use super::{ActsOn, Technique, counted, no_graph};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
-use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::plan::choice::Chosen;
+use crate::plan::{
+    Action, ActionKind, CallInPieces, Class, Details, MicroBatch, Plan, PlanRequest,
+};
 use crate::predict;
 use crate::trace::{Coupling, CouplingKind, Op, Phase, Trace, element_bytes};
 
@@ -28,46 +27,6 @@ pub(super) static TECHNIQUE: Technique = Technique {
     is_used: |outcome, _| outcome.pieces > 1,
     write,
 };
-
-/// The ops that the proof is about: each treats the items of the batch alike and apart.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
-pub struct MicroBatch {
-    /// Distinct ops of forward: name, a space and the arguments, or `*` where another batch size changes them.
-    pub names: Vec<String>,
-    /// Forward op by op: index into `names`. The executor compares it with what really runs.
-    pub forward: Vec<u32>,
-    /// How the model's call alone runs in pieces, where the rest of the step is a script's own; absent where the whole
-    /// step does.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub call: Option<CallInPieces>,
-    /// Of inference: for each tensor that forward returns, the dimension along which those of the pieces are put
-    /// together.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub results: Vec<u64>,
-}
-
-/// What a model's call needs to run on one piece of its batch after the other.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
-pub struct CallInPieces {
-    /// The tensors that are cut, by their places among those that it is given; the others go to every piece whole.
-    /// None for those of the batch that the step was planned with.
-    pub cut: Vec<u64>,
-    /// For each op that draws random numbers, in order, whether it draws for every item of the batch. A piece gets
-    /// those numbers of the whole draw that are its own.
-    pub draws: Vec<bool>,
-    /// The loss, where the call computes it; absent where all that it returns has an entry for each item.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub loss: Option<LossOfPieces>,
-}
-
-/// A loss that a model's call returns, put together from those of the pieces.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
-pub struct LossOfPieces {
-    /// Its place among the tensors that the call returns.
-    pub place: u64,
-    /// How it reduces over the batch, see `Meta.loss_reduction`.
-    pub reduction: String,
-}
 
 impl MicroBatch {
     fn of(trace: &Trace, request: &PlanRequest) -> Self {

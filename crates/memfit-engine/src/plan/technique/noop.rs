@@ -4,7 +4,7 @@
 
 use super::{ActsOn, Technique};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan};
 
 const USED: &str = "noop";

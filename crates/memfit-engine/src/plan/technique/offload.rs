@@ -4,15 +4,9 @@
 //! which go (`search/`), for what moving them costs (`search/transfers.rs`), nor for where the executor finds them
 //! (`addresses.rs`).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use super::{ActsOn, Technique, counted};
-use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
-use crate::plan::{
-    Action, ActionKind, ActiveRegion, Class, Details, Dropped, Plan, PlanRequest, Tier,
-};
+use crate::plan::choice::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::Trace;
 
 pub(super) static TECHNIQUE: Technique = Technique {
@@ -34,29 +28,6 @@ pub(super) static TECHNIQUE: Technique = Technique {
     is_used: |_, candidate| candidate.treatments.iter().any(|it| it.is_store()),
     write,
 };
-
-/// What to offload, addressed like [`Remat`](crate::plan::Remat). Where a plan holds both, both watch the same regions.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
-pub struct Offload {
-    /// Where to.
-    pub tier: Tier,
-    /// The folder, for files; empty for the host's memory.
-    #[serde(default)]
-    pub folder: String,
-    /// Most bytes on their way out, and most fetched ahead.
-    pub window_bytes: Bytes,
-    /// The stored allocations, by creating op, ascending.
-    pub stores: Vec<Dropped>,
-    /// In which order they are fetched ahead, as places in `stores`. The others are fetched when asked for.
-    #[serde(default)]
-    pub order: Vec<u32>,
-    /// As in [`Remat::active`](crate::plan::Remat::active).
-    pub active: Vec<ActiveRegion>,
-    /// As in [`Remat::names`](crate::plan::Remat::names).
-    pub names: Vec<String>,
-    /// As in [`Remat::forward`](crate::plan::Remat::forward).
-    pub forward: Vec<u32>,
-}
 
 /// Why activations cannot be offloaded to the place that was named; `None` when they can, or none was.
 pub(in crate::plan) fn refusal(_trace: &Trace, request: &PlanRequest) -> Option<String> {

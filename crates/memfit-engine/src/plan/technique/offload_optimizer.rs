@@ -3,13 +3,10 @@
 //! Responsible for whether it may go, for the smallest tensor that is worth it, for the action and for the words. Not
 //! responsible for the windows that are tried (`combinations.rs`), nor for when state moves ([`crate::step`]).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use super::{ActsOn, Technique, counted};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
-use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest, Tier};
+use crate::plan::choice::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, OffloadOptimizer, Plan, PlanRequest};
 use crate::step::{StateAway, UpdateTurn, update_turns};
 use crate::trace::Trace;
 
@@ -33,23 +30,6 @@ pub(super) static TECHNIQUE: Technique = Technique {
 
 /// Smaller state stays in memory: fetching it would take longer than it is worth.
 pub(in crate::plan) const LEAST_STATE: Bytes = Bytes(4096);
-
-/// Which of the optimizer's state to offload, and how.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
-pub struct OffloadOptimizer {
-    /// Where to.
-    pub tier: Tier,
-    /// The folder, for files; empty for the host's memory.
-    #[serde(default)]
-    pub folder: String,
-    /// Most bytes fetched ahead of their update, and most on their way out.
-    pub window_bytes: Bytes,
-    /// Smallest tensor that goes.
-    pub least_bytes: Bytes,
-    /// Names of the parameters with offloaded state, in the order of their updates; those with state in 8 bits come slice by
-    /// slice, in no order.
-    pub order: Vec<String>,
-}
 
 /// Why the optimizer's state cannot be offloaded to the place that was named; `None` when it can, or none was.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {

@@ -6,7 +6,7 @@
 
 use super::{ActsOn, Technique, counted};
 use crate::bytes::Bytes;
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Phase, Trace};
 

@@ -7,15 +7,12 @@
 //! for the words. Not responsible for what the state then takes ([`crate::step`]), nor for the form of the numbers (the
 //! kernel, `memfit-memory/src/moments.rs`).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use super::{ActsOn, Technique, counted};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::cost::devices::LAUNCH_SECONDS;
-use crate::plan::actions::Chosen;
-use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
+use crate::plan::choice::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, OptimizerBits, Plan, PlanRequest};
 use crate::step::{EightBitState, NarrowMoment, Variant};
 use crate::trace::{ParameterUpdate, Trace};
 
@@ -42,16 +39,6 @@ pub(in crate::plan) const STATE: EightBitState = EightBitState {
     least_bytes: Bytes(4 * 4096),
     lower_halves: false,
 };
-
-/// Whose state is in 8 bits.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
-pub struct OptimizerBits {
-    /// Names of the parameters, in the order of the trace's updates.
-    pub names: Vec<String>,
-    /// Whether lower halves of those that are held in `bfloat16` are kept, so that updates have 32 bits.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub lower_halves: bool,
-}
 
 /// Why the state cannot be in 8 bits; `None` where it can, or where it was not asked for.
 pub(in crate::plan) fn refusal(trace: &Trace, request: &PlanRequest) -> Option<String> {

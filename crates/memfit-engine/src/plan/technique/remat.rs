@@ -3,12 +3,9 @@
 //! Responsible for the action that drops become, and for the words. Not responsible for which activations are dropped
 //! (`search/`), nor for where the executor finds them (`addresses.rs`).
 
-use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
-
 use super::{ActsOn, Technique, counted, unneeded_saves};
-use crate::plan::actions::Chosen;
-use crate::plan::{Action, ActionKind, ActiveRegion, Class, Details, Dropped, Plan};
+use crate::plan::choice::Chosen;
+use crate::plan::{Action, ActionKind, Class, Details, Plan};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::Remat,
@@ -25,20 +22,6 @@ pub(super) static TECHNIQUE: Technique = Technique {
     is_used: |outcome, candidate| unneeded_saves::drops(&outcome.trace, &candidate.treatments).1,
     write,
 };
-
-/// Where to drop, addressed by the order of ops in forward.
-#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize, Default)]
-pub struct Remat {
-    /// The dropped allocations, by creating op, ascending.
-    pub drops: Vec<Dropped>,
-    /// Module calls in which the executor must watch; disjoint, ascending. A region with an empty
-    /// module path stands for the whole forward, the loss function included.
-    pub active: Vec<ActiveRegion>,
-    /// Distinct op names of forward.
-    pub names: Vec<String>,
-    /// Forward op by op: index into `names`. The executor compares it with what really runs.
-    pub forward: Vec<u32>,
-}
 
 fn write(chosen: &Chosen<'_>, plan: &mut Plan) {
     let Some(remat) = chosen.directions.remat.clone() else {

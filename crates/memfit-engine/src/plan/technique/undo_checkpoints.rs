@@ -9,7 +9,7 @@
 //! (`plan/ways.rs`).
 
 use super::{ActsOn, Technique, counted};
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::predict;
 use crate::trace::{Trace, Way};

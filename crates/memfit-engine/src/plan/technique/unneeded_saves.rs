@@ -4,15 +4,14 @@
 //! reads the shape alone. Nothing is computed again for them, so letting go of them costs no time. The executor keeps a
 //! record of how to make each all the same, should the step turn out to be another one.
 //!
-//! Responsible for which of a plan's drops they are, for the action and for the words. Not responsible for finding out
-//! what backward asks for: a saved tensor of the trace without an unpack says so.
+//! Responsible for whether a plan has any, for the action and for the words. Not responsible for which of a plan's drops
+//! they are (`addresses.rs`), nor for finding out what backward asks for: a saved tensor of the trace without an unpack says so.
 
 use super::{ActsOn, Technique, counted};
-use crate::plan::actions::Chosen;
-use crate::plan::search::problem::Problem;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan};
 use crate::step::Treatment;
-use crate::trace::{AllocationId, SavedTensor, Trace};
+use crate::trace::{SavedTensor, Trace};
 
 pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::UnneededSaves,
@@ -59,26 +58,6 @@ pub(super) fn drops(trace: &Trace, treatments: &[Treatment]) -> (bool, bool) {
         both.filter(|(treatment, _)| treatment.is_drop())
     };
     (drops().any(|(_, &it)| it), drops().any(|(_, &it)| !it))
-}
-
-/// Which drops nothing is computed again for: backward asks neither for them nor for anything dropped that is made
-/// from them.
-pub(super) fn unneeded(problem: &Problem<'_>, treatments: &[Treatment]) -> Vec<bool> {
-    let is_dropped = |id: AllocationId| treatments[id.index()].is_drop();
-    let ids = (0..treatments.len()).filter_map(|index| u32::try_from(index).ok());
-    let dropped: Vec<AllocationId> = ids.map(AllocationId).filter(|&id| is_dropped(id)).collect();
-    let mut unneeded = vec![false; treatments.len()];
-    for id in &dropped {
-        unneeded[id.index()] = true;
-    }
-    let asked_for = dropped.iter().filter(|&&id| problem.may_be_asked_for(id));
-    let mut queue: Vec<AllocationId> = asked_for.copied().collect();
-    while let Some(id) = queue.pop() {
-        if std::mem::replace(&mut unneeded[id.index()], false) {
-            queue.extend(&problem.inputs[id.index()]);
-        }
-    }
-    unneeded
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ pub(in crate::plan) mod candidates;
 mod row_proof;
 
 use super::{ActsOn, Technique, counted};
-use crate::plan::actions::Chosen;
+use crate::plan::choice::Chosen;
 use crate::plan::{Action, ActionKind, Class, Details, Plan, PlanRequest};
 use crate::trace::{Chunk, Trace, Way};
 

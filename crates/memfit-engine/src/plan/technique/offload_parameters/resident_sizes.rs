@@ -1,10 +1,10 @@
 //! Offloaded parameters: how much room they may have, with what else, and what moving them costs.
 //!
 //! Responsible for which rooms are tried, beside which other outer choices, and for the seconds that a plan's transfers
-//! of parameters add, those for what runs again included. Not responsible for whether parameters may go (`mod.rs`),
+//! of parameters add, those for what runs again included. Not responsible for whether parameters may go (`refusal.rs`),
 //! nor for which go or when they move (`step/offload/`).
 
-use super::{LEAST_PARAMETER, refusal};
+use super::refusal::{LEAST_PARAMETER, refusal};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
 use crate::plan::context::Planner;
