@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 
 use super::check::check;
-use super::collect::{Collection, Slot};
+use super::containers::{Containers, Slot};
 use super::error::SnapshotError;
 use super::problems::Problems;
 use super::value::Value;
@@ -16,7 +16,7 @@ use super::{Annotation, DeviceRecord, Snapshot};
 
 /// Makes a snapshot of a pickle's value.
 pub(super) fn assemble(
-    mut collection: Collection,
+    mut containers: Containers,
     value: Value,
 ) -> Result<Snapshot, SnapshotError> {
     let not_a_snapshot = |what: String| SnapshotError::NotASnapshot { what };
@@ -24,9 +24,9 @@ pub(super) fn assemble(
         .container()
         .ok_or_else(|| not_a_snapshot(value.kind().to_owned()))?;
     let mut assembly = Assembly::default();
-    match collection.slot(container) {
+    match containers.slot(container) {
         Slot::Dict(_) | Slot::PlainDict(_) => {
-            let body = collection.take_body(container);
+            let body = containers.take_body(container);
             let last = |wanted| {
                 let mut pairs = body.chunks_exact(2).rev();
                 pairs
@@ -35,34 +35,34 @@ pub(super) fn assemble(
             };
             let (segments, traces) = (last(words::SEGMENTS), last(words::DEVICE_TRACES));
             if segments.is_none() && traces.is_none() {
-                return Err(not_a_snapshot(dict_with_keys(&collection, &body)));
+                return Err(not_a_snapshot(dict_with_keys(&containers, &body)));
             }
-            assembly.traces(&mut collection, traces);
-            assembly.segments(&mut collection, segments);
-            assembly.settings(&mut collection, last(words::ALLOCATOR_SETTINGS));
-            assembly.annotations(&mut collection, last(words::EXTERNAL_ANNOTATIONS));
+            assembly.traces(&mut containers, traces);
+            assembly.segments(&mut containers, segments);
+            assembly.settings(&mut containers, last(words::ALLOCATOR_SETTINGS));
+            assembly.annotations(&mut containers, last(words::EXTERNAL_ANNOTATIONS));
         }
         // `torch.cuda.memory_snapshot()` returns the segments alone.
         Slot::List(_) => {
-            let items = collection.body(container);
+            let items = containers.body(container);
             let is_segment = |item: &Value| {
                 item.container()
-                    .is_some_and(|c| matches!(collection.slot(c), Slot::Segment(_)))
+                    .is_some_and(|c| matches!(containers.slot(c), Slot::Segment(_)))
             };
             if !items.first().is_some_and(is_segment) {
                 return Err(not_a_snapshot(format!("a list of {} things", items.len())));
             }
-            assembly.segments(&mut collection, Some(value));
+            assembly.segments(&mut containers, Some(value));
         }
         other => return Err(not_a_snapshot(part_of_one(other).to_owned())),
     }
-    Ok(assembly.finish(&mut collection))
+    Ok(assembly.finish(&mut containers))
 }
 
-fn dict_with_keys(collection: &Collection, body: &[Value]) -> String {
+fn dict_with_keys(containers: &Containers, body: &[Value]) -> String {
     let keys = body.iter().step_by(2).take(5).map(|key| match *key {
         Value::Text(text) => {
-            let start: String = collection.texts.get(text).chars().take(40).collect();
+            let start: String = containers.texts.get(text).chars().take(40).collect();
             format!("`{}`", start.escape_debug())
         }
         other => other.kind().to_owned(),
@@ -95,36 +95,36 @@ struct Assembly {
 
 impl Assembly {
     /// `device_traces`: a list of events for each device.
-    fn traces(&mut self, collection: &mut Collection, value: Option<Value>) {
+    fn traces(&mut self, containers: &mut Containers, value: Option<Value>) {
         let Some(value) = value else { return };
-        let Some(list) = as_list(collection, value) else {
+        let Some(list) = as_list(containers, value) else {
             self.problems.of_whole(format!(
                 "`device_traces` is {}, not a list",
-                kind(collection, value)
+                kind(containers, value)
             ));
             return;
         };
-        for (index, value) in (0..).zip(collection.take_body(list)) {
+        for (index, value) in (0..).zip(containers.take_body(list)) {
             let container = value.container().unwrap_or_default();
             let trace = match value
                 .container()
-                .map(|container| collection.slot(container))
+                .map(|container| containers.slot(container))
             {
                 Some(Slot::Trace(trace)) => Some(trace),
                 // Empty, or its first entry was no event.
-                Some(Slot::List(_)) => collection.new_trace().inspect(|&trace| {
-                    for item in collection.take_body(container) {
-                        collection.push_event(trace, item);
+                Some(Slot::List(_)) => containers.new_trace().inspect(|&trace| {
+                    for item in containers.take_body(container) {
+                        containers.push_event(trace, item);
                     }
                 }),
                 _ => None,
             };
             let Some(trace) = trace else {
-                let what = format!("its trace is {}, not a list", kind(collection, value));
+                let what = format!("its trace is {}, not a list", kind(containers, value));
                 self.problems.of_device(index, what);
                 continue;
             };
-            let trace = collection.take_trace(trace);
+            let trace = containers.take_trace(trace);
             self.problems
                 .of_events(index, trace.faults, trace.fault_count);
             if !trace.events.is_empty() {
@@ -133,19 +133,19 @@ impl Assembly {
         }
     }
 
-    fn segments(&mut self, collection: &mut Collection, value: Option<Value>) {
+    fn segments(&mut self, containers: &mut Containers, value: Option<Value>) {
         let Some(value) = value else { return };
-        let Some(list) = as_list(collection, value) else {
+        let Some(list) = as_list(containers, value) else {
             self.problems.of_whole(format!(
                 "`segments` is {}, not a list",
-                kind(collection, value)
+                kind(containers, value)
             ));
             return;
         };
-        for (number, item) in collection.take_body(list).into_iter().enumerate() {
+        for (number, item) in containers.take_body(list).into_iter().enumerate() {
             let row = item
                 .container()
-                .and_then(|container| collection.take_segment(container));
+                .and_then(|container| containers.take_segment(container));
             let Some(row) = row else {
                 self.problems
                     .of_whole(format!("segment {number} is no dict with a `total_size`"));
@@ -174,27 +174,27 @@ impl Assembly {
         }
     }
 
-    fn settings(&mut self, collection: &mut Collection, value: Option<Value>) {
+    fn settings(&mut self, containers: &mut Containers, value: Option<Value>) {
         let Some(dict) = value.and_then(Value::container) else {
             return;
         };
-        for pair in collection.take_body(dict).chunks_exact(2) {
+        for pair in containers.take_body(dict).chunks_exact(2) {
             let Some(key) = pair[0].text() else { continue };
-            let text = setting(collection, pair[1]);
+            let text = setting(containers, pair[1]);
             self.settings
-                .push((collection.texts.get(key).to_owned(), text));
+                .push((containers.texts.get(key).to_owned(), text));
         }
     }
 
-    fn annotations(&mut self, collection: &mut Collection, value: Option<Value>) {
+    fn annotations(&mut self, containers: &mut Containers, value: Option<Value>) {
         let Some(list) = value.and_then(Value::container) else {
             return;
         };
-        for (number, item) in collection.take_body(list).into_iter().enumerate() {
+        for (number, item) in containers.take_body(list).into_iter().enumerate() {
             let body = item
                 .container()
-                .map(|container| collection.take_body(container));
-            if let Some(annotation) = annotation(collection, &body.unwrap_or_default()) {
+                .map(|container| containers.take_body(container));
+            if let Some(annotation) = annotation(containers, &body.unwrap_or_default()) {
                 self.annotations.push(annotation);
             } else {
                 let what = format!("annotation {number} has no stage, name, device and time");
@@ -209,11 +209,11 @@ impl Assembly {
         record
     }
 
-    fn finish(mut self, collection: &mut Collection) -> Snapshot {
+    fn finish(mut self, containers: &mut Containers) -> Snapshot {
         for record in self.devices.values() {
             check(record, &mut self.problems);
         }
-        let (texts, stacks, pools) = collection.tables();
+        let (texts, stacks, pools) = containers.tables();
         Snapshot {
             texts,
             stacks,
@@ -226,7 +226,7 @@ impl Assembly {
     }
 }
 
-fn annotation(collection: &mut Collection, body: &[Value]) -> Option<Annotation> {
+fn annotation(containers: &mut Containers, body: &[Value]) -> Option<Annotation> {
     let last = |wanted| {
         let mut pairs = body.chunks_exact(2).rev();
         pairs
@@ -239,22 +239,22 @@ fn annotation(collection: &mut Collection, body: &[Value]) -> Option<Annotation>
             words::END => false,
             _ => return None,
         },
-        name: collection.publish(last(words::NAME)?.text()?),
+        name: containers.publish(last(words::NAME)?.text()?),
         device: u32::try_from(last(words::DEVICE)?.unsigned()?).ok()?,
         time_us: last(words::TIME_US)?.unsigned()?,
     })
 }
 
-fn as_list(collection: &Collection, value: Value) -> Option<u32> {
+fn as_list(containers: &Containers, value: Value) -> Option<u32> {
     value
         .container()
-        .filter(|&container| matches!(collection.slot(container), Slot::List(_)))
+        .filter(|&container| matches!(containers.slot(container), Slot::List(_)))
 }
 
-fn kind(collection: &Collection, value: Value) -> &'static str {
+fn kind(containers: &Containers, value: Value) -> &'static str {
     match value
         .container()
-        .map(|container| collection.slot(container))
+        .map(|container| containers.slot(container))
     {
         None => value.kind(),
         Some(Slot::Dict(_) | Slot::PlainDict(_)) => "a dict",
@@ -266,7 +266,7 @@ fn kind(collection: &Collection, value: Value) -> &'static str {
 
 /// A setting's value as text: numbers and words as Python prints them, a dict as the `[key:value,...]` of
 /// `PYTORCH_CUDA_ALLOC_CONF`.
-fn setting(collection: &mut Collection, value: Value) -> String {
+fn setting(containers: &mut Containers, value: Value) -> String {
     let plain = |value: Value| match value {
         Value::None => "None".to_owned(),
         Value::Bool(true) => "True".to_owned(),
@@ -274,18 +274,18 @@ fn setting(collection: &mut Collection, value: Value) -> String {
         Value::Int(number) => number.to_string(),
         Value::Unsigned(number) => number.to_string(),
         Value::Float(number) => format!("{number:?}"),
-        Value::Text(text) => collection.texts.get(text).to_owned(),
+        Value::Text(text) => containers.texts.get(text).to_owned(),
         other => other.kind().to_owned(),
     };
     let Some(container) = value.container() else {
         return plain(value);
     };
-    let body = collection.body(container);
+    let body = containers.body(container);
     let pairs = body.chunks_exact(2).take(1024);
     let pairs: Vec<String> = pairs
         .map(|pair| format!("{}:{}", plain(pair[0]), plain(pair[1])))
         .collect();
     // Taken, so that a dict that stands under many keys is written once.
-    drop(collection.take_body(container));
+    drop(containers.take_body(container));
     format!("[{}]", pairs.join(","))
 }

@@ -15,6 +15,7 @@
 mod assemble;
 mod check;
 mod collect;
+mod containers;
 mod error;
 mod intern;
 mod pickle;

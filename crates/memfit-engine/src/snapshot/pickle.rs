@@ -10,7 +10,8 @@
 use std::io::Read;
 use std::ops::ControlFlow;
 
-use super::collect::{Collection, Refusal};
+use super::collect;
+use super::containers::{Containers, Refusal};
 use super::error::SnapshotError;
 use super::recognise;
 use super::value::{Memo, Other, Value};
@@ -46,7 +47,7 @@ pub(super) struct Machine<'a, 'w> {
     /// Height of the last mark: nothing below it may be popped.
     floor: usize,
     memo: Memo,
-    collection: Collection,
+    containers: Containers,
     bytes: Vec<u8>,
     /// Where the opcode in hand starts.
     at: u64,
@@ -68,7 +69,7 @@ impl<'a, 'w> Machine<'a, 'w> {
             marks: Vec::new(),
             floor: 0,
             memo: Memo::default(),
-            collection: Collection::new(),
+            containers: Containers::new(),
             bytes: Vec::new(),
             at: 0,
             checked: 0,
@@ -76,7 +77,7 @@ impl<'a, 'w> Machine<'a, 'w> {
     }
 
     /// Runs to the last opcode; what the pickle holds, and its containers.
-    pub(super) fn run(mut self) -> Result<(Value, Collection), SnapshotError> {
+    pub(super) fn run(mut self) -> Result<(Value, Containers), SnapshotError> {
         let ready = self.window.peek(recognise::HEAD_BYTES)?;
         let head = &self.window.ready()[..ready.min(recognise::HEAD_BYTES)];
         if let Some(error) = recognise::something_else(head) {
@@ -90,7 +91,7 @@ impl<'a, 'w> Machine<'a, 'w> {
             let opcode = self.window.byte()?;
             if opcode == b'.' {
                 let value = self.pop()?;
-                return Ok((value, self.collection));
+                return Ok((value, self.containers));
             }
             self.step(opcode)?;
         }
@@ -138,12 +139,12 @@ impl<'a, 'w> Machine<'a, 'w> {
             }
             b'}' => {
                 self.append_early()?;
-                let dict = self.collection.new_dict();
+                let dict = self.containers.new_dict();
                 self.push_numbered(dict)?;
             }
             b']' => {
                 self.append_early()?;
-                let list = self.collection.new_list();
+                let list = self.containers.new_list();
                 self.push_numbered(list)?;
             }
             b'u' => {
@@ -195,13 +196,13 @@ impl<'a, 'w> Machine<'a, 'w> {
             }
             b'l' => {
                 let height = self.drop_mark(false)?;
-                let list = self.collection.new_list();
-                self.collect(height, list, Collection::append)?;
+                let list = self.containers.new_list();
+                self.collect(height, list, collect::append)?;
             }
             b'd' => {
                 let height = self.drop_mark(false)?;
-                let dict = self.collection.new_dict();
-                self.collect(height, dict, Collection::set)?;
+                let dict = self.containers.new_dict();
+                self.collect(height, dict, collect::set)?;
             }
             b'2' => {
                 let top = *self
@@ -316,11 +317,11 @@ impl<'a, 'w> Machine<'a, 'w> {
         };
         let number = if count <= WINDOW_BYTES {
             let bytes = self.window.slice(count)?;
-            self.collection.number_of_text(bytes)
+            self.containers.number_of_text(bytes)
         } else {
             self.bytes.clear();
             self.window.copy(length, &mut self.bytes)?;
-            self.collection.number_of_text(&self.bytes)
+            self.containers.number_of_text(&self.bytes)
         };
         self.push_numbered(number.map(Value::Text))
     }
@@ -339,7 +340,7 @@ impl<'a, 'w> Machine<'a, 'w> {
         };
         self.stack.truncate(height);
         if let Some((first, second)) = pair {
-            let pair = self.collection.pair(first, second);
+            let pair = self.containers.pair(first, second);
             return self.push_numbered(pair);
         }
         self.push(Value::Other(Other::Tuple));
@@ -402,19 +403,19 @@ impl<'a, 'w> Machine<'a, 'w> {
         let (floor, Some(mark)) = (self.floor, self.marks.last_mut()) else {
             return Ok(());
         };
-        let is_list = floor > 0 && self.collection.is_list(self.stack[floor - 1]);
+        let is_list = floor > 0 && self.containers.is_list(self.stack[floor - 1]);
         if !is_list {
             return Ok(());
         }
         mark.is_drained = true;
-        self.collect_above(floor, Collection::append)
+        self.collect_above(floor, collect::append)
     }
 
     fn append_above(&mut self, height: usize) -> Result<(), SnapshotError> {
         if height <= self.floor {
             return Err(self.damaged("the stack is too short"));
         }
-        self.collect_above(height, Collection::append)
+        self.collect_above(height, collect::append)
     }
 
     fn set_above(&mut self, height: usize) -> Result<(), SnapshotError> {
@@ -424,17 +425,17 @@ impl<'a, 'w> Machine<'a, 'w> {
         if (self.stack.len() - height) % 2 == 1 {
             return Err(self.damaged("a key without a value"));
         }
-        self.collect_above(height, Collection::set)
+        self.collect_above(height, collect::set)
     }
 
     /// Gives what stands above a height to the container below it.
     fn collect_above(
         &mut self,
         height: usize,
-        take: fn(&mut Collection, Value, &[Value]) -> Result<(), Refusal>,
+        take: fn(&mut Containers, Value, &[Value]) -> Result<(), Refusal>,
     ) -> Result<(), SnapshotError> {
         let taken = take(
-            &mut self.collection,
+            &mut self.containers,
             self.stack[height - 1],
             &self.stack[height..],
         );
@@ -447,10 +448,10 @@ impl<'a, 'w> Machine<'a, 'w> {
         &mut self,
         height: usize,
         container: Option<Value>,
-        take: fn(&mut Collection, Value, &[Value]) -> Result<(), Refusal>,
+        take: fn(&mut Containers, Value, &[Value]) -> Result<(), Refusal>,
     ) -> Result<(), SnapshotError> {
         let container = container.ok_or_else(|| self.refused(Refusal::Full))?;
-        let taken = take(&mut self.collection, container, &self.stack[height..]);
+        let taken = take(&mut self.containers, container, &self.stack[height..]);
         self.stack.truncate(height);
         self.push(container);
         taken.map_err(|refusal| self.refused(refusal))
@@ -466,7 +467,7 @@ impl<'a, 'w> Machine<'a, 'w> {
         }
         let stack = self.stack.capacity() * size_of::<Value>();
         let own = stack + self.marks.capacity() * size_of::<Mark>() + self.bytes.capacity();
-        let held = own as u64 + self.memo.held_bytes() + self.collection.held_bytes();
+        let held = own as u64 + self.memo.held_bytes() + self.containers.held_bytes();
         let grown = position.saturating_mul(self.bound.per_byte);
         let limit = self.bound.least.saturating_add(grown).min(self.bound.most);
         if held > limit {
@@ -508,7 +509,7 @@ impl<'a, 'w> Machine<'a, 'w> {
             b'c' | b'i' => self.module_and_name(),
             0x93 => match self.stack[..] {
                 [.., Value::Text(module), Value::Text(name)] => {
-                    let texts = &self.collection.texts;
+                    let texts = &self.containers.texts;
                     Some(format!("{}.{}", texts.get(module), texts.get(name)))
                 }
                 _ => None,

@@ -76,8 +76,8 @@ pub fn read(source: impl Read, options: ReadOptions<'_>) -> Result<Snapshot, Sna
         per_byte: BYTES_PER_BYTE,
         most: options.memory_limit_bytes,
     };
-    let (value, collection) = Machine::new(source, bound, watch).run()?;
-    assemble(collection, value)
+    let (value, containers) = Machine::new(source, bound, watch).run()?;
+    assemble(containers, value)
 }
 
 /// Reads a snapshot that lies in memory; see [`read`].

@@ -9,67 +9,10 @@
 
 use std::borrow::Cow;
 
-use super::collect::Collection;
+use super::containers::{BlockRow, Containers, EventRow, MARK, SegmentRow};
 use super::value::Value;
 use super::words;
-use super::{Action, Block, BlockState, Event, PoolIndex, Segment, StackIndex, TextIndex};
-
-/// An event before its place is known.
-pub(super) struct EventRow {
-    pub(super) event: Event,
-    pub(super) fault: Option<Cow<'static, str>>,
-}
-
-/// Takes the place of what cannot be used, so that later events keep their index: an annotation of nothing.
-const MARK: Event = Event {
-    action: Action::Annotate,
-    address: 0,
-    size: 0,
-    stream: 0,
-    time_us: 0,
-    stack: StackIndex::NONE,
-    pool: PoolIndex::DEFAULT,
-    label: TextIndex(0),
-};
-
-impl Default for EventRow {
-    fn default() -> Self {
-        Self {
-            event: MARK,
-            fault: None,
-        }
-    }
-}
-
-impl EventRow {
-    pub(super) const fn faulty(fault: &'static str) -> Self {
-        Self {
-            event: MARK,
-            fault: Some(Cow::Borrowed(fault)),
-        }
-    }
-}
-
-/// A block before its place is known.
-#[derive(Default)]
-pub(super) struct BlockRow {
-    /// Missing in torch 2.0: blocks follow each other without a gap.
-    address: Option<u64>,
-    size: u64,
-    requested_size: u64,
-    state: Option<BlockState>,
-    stack: StackIndex,
-    fault: Option<String>,
-}
-
-/// A segment, checked.
-pub(super) struct SegmentRow {
-    /// Device 0 when it does not say.
-    pub(super) device: u32,
-    /// Missing when it has no place.
-    pub(super) segment: Option<Segment>,
-    pub(super) faults: Vec<String>,
-}
+use super::{Action, Block, BlockState, PoolIndex, Segment, StackIndex};
 
 /// The last value of each of `keys`.
 fn look_up<const N: usize>(values: &[Value], keys: [u32; N]) -> [Option<Value>; N] {
@@ -100,7 +43,7 @@ fn action_of(text: u32) -> Option<Action> {
 }
 
 /// A dict with `action`.
-pub(super) fn event(collection: &mut Collection, values: &[Value]) -> EventRow {
+pub(super) fn event(containers: &mut Containers, values: &[Value]) -> EventRow {
     let mut row = EventRow::default();
     let event = &mut row.event;
     let (mut action, mut address, mut device_free, mut size) = (Value::None, None, None, None);
@@ -116,16 +59,16 @@ pub(super) fn event(collection: &mut Collection, values: &[Value]) -> EventRow {
             Some(words::STREAM) => match value {
                 Value::Int(handle) => event.stream = handle.cast_unsigned(),
                 Value::Unsigned(handle) => event.stream = handle,
-                _ => row.fault = Some(wrong(collection, "stream", "a stream's handle", value)),
+                _ => row.fault = Some(wrong(containers, "stream", "a stream's handle", value)),
             },
             Some(words::TIME_US) => match value.unsigned() {
                 Some(time_us) => event.time_us = time_us,
-                None => row.fault = Some(wrong(collection, "time_us", "a time", value)),
+                None => row.fault = Some(wrong(containers, "time_us", "a time", value)),
             },
-            Some(words::FRAMES) => event.stack = collection.stack_of(value),
-            Some(words::POOL_ID) => match pool(collection, value) {
+            Some(words::FRAMES) => event.stack = containers.stack_of(value),
+            Some(words::POOL_ID) => match pool(containers, value) {
                 Some(pool) => event.pool = pool,
-                None => row.fault = Some(wrong(collection, "pool_id", "a pool's id", value)),
+                None => row.fault = Some(wrong(containers, "pool_id", "a pool's id", value)),
             },
             Some(words::CATEGORY) => category = value.text().unwrap_or_default(),
             Some(words::USER_METADATA) => metadata = value.text().unwrap_or_default(),
@@ -137,10 +80,10 @@ pub(super) fn event(collection: &mut Collection, values: &[Value]) -> EventRow {
         .into_iter()
         .find(|&label| label != words::EMPTY && label != words::NOT_AVAILABLE);
     event.label = label
-        .map(|label| collection.publish(label))
+        .map(|label| containers.publish(label))
         .unwrap_or_default();
     let Some(known) = action.text().and_then(action_of) else {
-        let fault = wrong(collection, "action", "a known action", action);
+        let fault = wrong(containers, "action", "a known action", action);
         return EventRow {
             event: MARK,
             fault: Some(fault),
@@ -159,7 +102,7 @@ pub(super) fn event(collection: &mut Collection, values: &[Value]) -> EventRow {
         match value.map(|value| (value.unsigned(), value)) {
             Some((Some(number), _)) => *field = number,
             Some((None, value)) if needs_place => {
-                let fault = wrong(collection, key, what, value);
+                let fault = wrong(containers, key, what, value);
                 return EventRow {
                     event: MARK,
                     fault: Some(fault),
@@ -179,41 +122,41 @@ pub(super) fn event(collection: &mut Collection, values: &[Value]) -> EventRow {
 }
 
 /// Says what stands at a key instead of what should.
-fn wrong(collection: &Collection, key: &str, wanted: &str, found: Value) -> Cow<'static, str> {
-    format!("its `{key}` is {}, not {wanted}", shown(collection, found)).into()
+fn wrong(containers: &Containers, key: &str, wanted: &str, found: Value) -> Cow<'static, str> {
+    format!("its `{key}` is {}, not {wanted}", shown(containers, found)).into()
 }
 
-fn shown(collection: &Collection, value: Value) -> String {
+fn shown(containers: &Containers, value: Value) -> String {
     match value {
         Value::Int(number) => number.to_string(),
         Value::Unsigned(number) => number.to_string(),
         Value::Float(number) => format!("{number:?}"),
         Value::Text(text) => {
-            let start: String = collection.texts.get(text).chars().take(40).collect();
+            let start: String = containers.texts.get(text).chars().take(40).collect();
             format!("`{}`", start.escape_debug())
         }
         other => other.kind().to_owned(),
     }
 }
 
-fn pool(collection: &mut Collection, value: Value) -> Option<PoolIndex> {
+fn pool(containers: &mut Containers, value: Value) -> Option<PoolIndex> {
     match value {
-        Value::Pair(pair) => collection.pool_of(pair),
+        Value::Pair(pair) => containers.pool_of(pair),
         _ => None,
     }
 }
 
 /// A dict with `filename`: file, function, line.
-pub(super) fn frame(collection: &mut Collection, values: &[Value]) -> [u32; 3] {
+pub(super) fn frame(containers: &mut Containers, values: &[Value]) -> [u32; 3] {
     let [file, function, line] =
         look_up(values, [words::FILENAME, words::NAME, words::LINE]).map(Option::unwrap_or_default);
-    let mut publish = |value: Value| collection.publish(value.text().unwrap_or_default()).0;
+    let mut publish = |value: Value| containers.publish(value.text().unwrap_or_default()).0;
     let line = line.unsigned().and_then(|line| u32::try_from(line).ok());
     [publish(file), publish(function), line.unwrap_or_default()]
 }
 
 /// A dict with `state`.
-pub(super) fn block(collection: &Collection, values: &[Value]) -> BlockRow {
+pub(super) fn block(containers: &Containers, values: &[Value]) -> BlockRow {
     let [address, size, requested, state, frames, history] = look_up(
         values,
         [
@@ -233,7 +176,7 @@ pub(super) fn block(collection: &Collection, values: &[Value]) -> BlockRow {
         }
         Some(words::INACTIVE) => Some(BlockState::Inactive),
         _ => {
-            let state = shown(collection, state.unwrap_or_default());
+            let state = shown(containers, state.unwrap_or_default());
             row.fault = Some(format!("its `state` is {state}"));
             None
         }
@@ -241,7 +184,7 @@ pub(super) fn block(collection: &Collection, values: &[Value]) -> BlockRow {
     let mut number = |key: &str, value: Option<Value>| {
         let number = value.and_then(Value::unsigned);
         if let (Some(value), None) = (value, number) {
-            row.fault = Some(format!("its `{key}` is {}", shown(collection, value)));
+            row.fault = Some(format!("its `{key}` is {}", shown(containers, value)));
             row.state = None;
         }
         number
@@ -254,17 +197,17 @@ pub(super) fn block(collection: &Collection, values: &[Value]) -> BlockRow {
         row.state = None;
     }
     row.size = size.unwrap_or_default();
-    row.stack = collection.stack_of(frames.unwrap_or_default());
+    row.stack = containers.stack_of(frames.unwrap_or_default());
     // torch 2.0: who asked, and for how much, is in the first entry of `history`.
     let past = history
         .and_then(Value::container)
-        .and_then(|list| collection.body(list).first());
+        .and_then(|list| containers.body(list).first());
     let past = past.and_then(|entry| entry.container());
-    let past = past.map_or(&[][..], |entry| collection.body(entry));
+    let past = past.map_or(&[][..], |entry| containers.body(entry));
     let past = &past[..past.len().min(32)];
     let [real_size, past_frames] = look_up(past, [words::REAL_SIZE, words::FRAMES]);
     if row.stack == StackIndex::NONE {
-        row.stack = collection.stack_of(past_frames.unwrap_or_default());
+        row.stack = containers.stack_of(past_frames.unwrap_or_default());
     }
     row.requested_size = requested
         .or_else(|| real_size.and_then(Value::unsigned))
@@ -273,7 +216,7 @@ pub(super) fn block(collection: &Collection, values: &[Value]) -> BlockRow {
 }
 
 /// A dict with `total_size`.
-pub(super) fn segment(collection: &mut Collection, values: &[Value]) -> SegmentRow {
+pub(super) fn segment(containers: &mut Containers, values: &[Value]) -> SegmentRow {
     let [device, address, total_size, stream, kind, expandable] = look_up(
         values,
         [
@@ -293,7 +236,7 @@ pub(super) fn segment(collection: &mut Collection, values: &[Value]) -> SegmentR
     let mut number = |key: &str, value: Option<Value>| {
         let number = value.and_then(Value::unsigned);
         if let (Some(value), None) = (value, number) {
-            faults.push(format!("its `{key}` is {}", shown(collection, value)));
+            faults.push(format!("its `{key}` is {}", shown(containers, value)));
         }
         number
     };
@@ -319,10 +262,10 @@ pub(super) fn segment(collection: &mut Collection, values: &[Value]) -> SegmentR
     };
     let pool = match pool_id {
         None => PoolIndex::DEFAULT,
-        Some(id) => pool(collection, id).unwrap_or_else(|| {
+        Some(id) => pool(containers, id).unwrap_or_else(|| {
             faults.push(format!(
                 "its `segment_pool_id` is {}",
-                shown(collection, id)
+                shown(containers, id)
             ));
             PoolIndex::DEFAULT
         }),
@@ -334,11 +277,11 @@ pub(super) fn segment(collection: &mut Collection, values: &[Value]) -> SegmentR
         is_small: kind.and_then(Value::text) == Some(words::SMALL),
         is_expandable: expandable == Some(Value::Bool(true)),
         pool,
-        stack: collection.stack_of(frames.unwrap_or_default()),
+        stack: containers.stack_of(frames.unwrap_or_default()),
         blocks: Vec::new(),
     };
     lay_blocks(
-        collection,
+        containers,
         &mut segment,
         blocks.unwrap_or_default(),
         &mut faults,
@@ -355,7 +298,7 @@ pub(super) fn segment(collection: &mut Collection, values: &[Value]) -> SegmentR
 
 /// Puts the blocks in address order; leaves out what has no place in the segment.
 fn lay_blocks(
-    collection: &mut Collection,
+    containers: &mut Containers,
     segment: &mut Segment,
     list: Value,
     faults: &mut Vec<String>,
@@ -363,7 +306,7 @@ fn lay_blocks(
     let Some(list) = list.container() else {
         return;
     };
-    let values = collection.take_body(list);
+    let values = containers.take_body(list);
     let mut next = segment.address;
     let mut fault = |what: String| {
         if faults.len() < super::MOST_PROBLEMS {
@@ -371,7 +314,7 @@ fn lay_blocks(
         }
     };
     for (number, &value) in values.iter().enumerate() {
-        let Some(row) = collection.take_block(value) else {
+        let Some(row) = containers.take_block(value) else {
             fault(format!("block {number} is no dict with a `state`"));
             continue;
         };

@@ -1,7 +1,7 @@
 //! What stands on the stack of a pickle, and what it remembers.
 //!
 //! Responsible for values of 16 bytes and a memory of 8 bytes an entry. Not responsible for the contents
-//! of containers: a container is a number into the [`Collection`](super::collect::Collection).
+//! of containers: a container is a number into the [`Containers`](super::containers::Containers).
 
 /// One value.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
