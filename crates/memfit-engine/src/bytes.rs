@@ -166,7 +166,9 @@ impl Budget {
     /// part of a byte.
     pub fn parse(text: &str) -> Result<Self, BudgetError> {
         let trimmed = text.trim();
-        let fail = |reason| BudgetError::new(text, reason, suggestion::instead_of(trimmed));
+        let is_budget = |text: &str| Self::parse(text).is_ok();
+        let fail =
+            |reason| BudgetError::new(text, reason, suggestion::instead_of(trimmed, is_budget));
         if trimmed.starts_with('-') {
             return Err(fail("a budget must be above 0"));
         }

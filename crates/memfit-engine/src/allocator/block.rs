@@ -1,4 +1,4 @@
-//! One block: a piece of a segment, linked to its neighbours.
+//! One block: a piece of a segment, linked to its neighbours; and the segment that grows under it.
 
 /// The index that stands for no block.
 pub(super) const NONE: u32 = u32::MAX;
@@ -108,4 +108,12 @@ impl std::ops::IndexMut<u32> for Blocks {
     fn index_mut(&mut self, index: u32) -> &mut Block {
         &mut self.blocks[index as usize]
     }
+}
+
+/// One reservation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ExpandableSegment {
+    pub(super) address: u64,
+    pub(super) page_bytes: u64,
+    pub(super) size: u64,
 }

@@ -5,17 +5,9 @@
 //! `find_expandable_block`, `map_block`, `try_allocate_expandable_block` and `unmap_block`.
 
 use super::Simulator;
-use super::block::NONE;
+use super::block::{ExpandableSegment, NONE};
 use super::rounding::SMALL_SEGMENT_BYTES;
 use crate::snapshot::Action;
-
-/// One reservation.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct ExpandableSegment {
-    pub(super) address: u64,
-    pub(super) page_bytes: u64,
-    pub(super) size: u64,
-}
 
 impl Simulator {
     /// A block of at least `size` bytes from an expandable segment, out of its free set; `None` when

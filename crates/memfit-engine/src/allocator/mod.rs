@@ -32,6 +32,7 @@ mod settings_error;
 mod simulator;
 mod sizes;
 mod statistics;
+mod stream_queue;
 mod streams;
 mod tokens;
 

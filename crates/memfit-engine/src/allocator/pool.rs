@@ -1,4 +1,6 @@
-//! A pool: the free blocks and the unmapped ranges of one kind, by stream (`BlockPool`).
+//! A pool: the free blocks and the unmapped ranges of one kind, by stream (`BlockPool`), and the private ones.
+//!
+//! Responsible for what a pool is. Not responsible for who is sent to a private one (`private.rs`).
 
 use std::collections::BTreeMap;
 
@@ -59,4 +61,30 @@ pub(super) fn entry(index: u32, block: &Block) -> Entry {
         address: block.address,
         block: index,
     }
+}
+
+/// A pool that requests go to instead of the default one.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Redirection {
+    pub(super) private: u32,
+    /// Only requests of this stream; all when `None`.
+    pub(super) stream: Option<u64>,
+}
+
+/// A private pool: a pair of pools of its own (`PrivatePool`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PrivatePool {
+    pub(super) id: (u64, u64),
+    /// Its small pool; its large one is the next.
+    pub(super) small: u32,
+    /// Graphs and contexts that use it.
+    pub(super) use_count: u64,
+    /// Segments it holds; as PyTorch counts them, which for expandable segments is not exact.
+    pub(super) segment_count: i64,
+    /// Whether blocks of it are never split.
+    pub(super) is_whole: bool,
+    /// Whether it serves others before memory runs out.
+    pub(super) is_last_resort: bool,
+    /// Whether it still exists.
+    pub(super) is_live: bool,
 }

@@ -3,35 +3,9 @@
 //! CUDA graphs and `torch.cuda.MemPool` use them. Responsible for sending requests to them, for counting who uses
 //! them and for serving others from them as a last resort.
 
-use super::pool::{LARGE_POOL, Pool, SMALL_POOL};
+use super::pool::{LARGE_POOL, Pool, PrivatePool, Redirection, SMALL_POOL};
 use super::request::Request;
 use super::{Simulator, rounding};
-
-/// A pool that requests go to instead of the default one.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Redirection {
-    pub(super) private: u32,
-    /// Only requests of this stream; all when `None`.
-    pub(super) stream: Option<u64>,
-}
-
-/// A private pool: a pair of pools of its own (`PrivatePool`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PrivatePool {
-    pub(super) id: (u64, u64),
-    /// Its small pool; its large one is the next.
-    pub(super) small: u32,
-    /// Graphs and contexts that use it.
-    pub(super) use_count: u64,
-    /// Segments it holds; as PyTorch counts them, which for expandable segments is not exact.
-    pub(super) segment_count: i64,
-    /// Whether blocks of it are never split.
-    pub(super) is_whole: bool,
-    /// Whether it serves others before memory runs out.
-    pub(super) is_last_resort: bool,
-    /// Whether it still exists.
-    pub(super) is_live: bool,
-}
 
 impl Simulator {
     /// Sends requests to a private pool until [`Simulator::end_pool`]: all of them, or those of one stream. The

@@ -3,9 +3,8 @@
 //! Responsible for taking segments and blocks over as they are, and for the operations that only a trace calls
 //! for: a request to one pool, a segment given back at a certain address.
 
-use super::block::NONE;
-use super::expandable::ExpandableSegment;
-use super::private::Redirection;
+use super::block::{ExpandableSegment, NONE};
+use super::pool::Redirection;
 use super::rounding::SMALL_SEGMENT_BYTES;
 use super::{BlockId, OutOfMemory, SegmentLayout, Simulator};
 use crate::snapshot::{Action, BlockState};

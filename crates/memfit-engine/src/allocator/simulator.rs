@@ -10,12 +10,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::block::{Block, Blocks, NONE};
-use super::expandable::ExpandableSegment;
-use super::pool::Pool;
-use super::private::{PrivatePool, Redirection};
+use super::block::{Block, Blocks, ExpandableSegment, NONE};
+use super::pool::{Pool, PrivatePool, Redirection};
 use super::request::Request;
-use super::streams::StreamQueue;
+use super::stream_queue::StreamQueue;
 use super::{
     BlockId, Device, FreeOrder, OutOfMemory, Settings, Statistics, TraceEvent, driver::Driver,
     rounding,

@@ -10,26 +10,7 @@
 use std::collections::VecDeque;
 
 use super::Simulator;
-
-/// An event recorded at a free.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PendingEvent {
-    block: u32,
-    is_complete: bool,
-}
-
-/// The events of one stream, oldest first.
-#[derive(Debug, Clone)]
-pub(super) struct StreamQueue {
-    stream: u64,
-    events: VecDeque<PendingEvent>,
-}
-
-impl StreamQueue {
-    pub(super) fn stream(&self) -> u64 {
-        self.stream
-    }
-}
+use super::stream_queue::{PendingEvent, StreamQueue};
 
 impl Simulator {
     /// Notes that another stream uses a block (`Tensor.record_stream`). A use on the block's own stream

@@ -1,16 +1,16 @@
 //! What somebody meant who wrote a budget that cannot be one.
 //!
 //! Responsible for the question at the end of the error. Not responsible for what is refused
-//! ([`super::Budget`]).
+//! (`bytes.rs`).
 
 /// Above it a bare number is no percentage.
 const LARGEST_PERCENT: f64 = 100.0;
 
-/// What to write instead of `3G`, `1e9` or `6,5GiB`; none where that is anyone's guess.
-pub(super) fn instead_of(text: &str) -> Option<String> {
+/// What to write instead of `3G`, `1e9` or `6,5GiB`, which `is_budget` says can be one; none where that is anyone's guess.
+pub(super) fn instead_of(text: &str, is_budget: impl Fn(&str) -> bool) -> Option<String> {
     of_other_unit(text)
         .or_else(|| of_exponent(text))
-        .or_else(|| of_comma(text))
+        .or_else(|| of_comma(text, is_budget))
 }
 
 /// What to write instead of a number that as bytes is less than a step takes: `50`, `0.6`.
@@ -72,7 +72,7 @@ fn of_exponent(text: &str) -> Option<String> {
 }
 
 /// `6,5GiB` and `3,221,225,472`.
-fn of_comma(text: &str) -> Option<String> {
+fn of_comma(text: &str, is_budget: impl Fn(&str) -> bool) -> Option<String> {
     let (whole, behind) = text.split_once(',')?;
     let has_digits = |part: &str| part.starts_with(|c: char| c.is_ascii_digit());
     if !has_digits(whole) || !has_digits(behind) {
@@ -84,7 +84,5 @@ fn of_comma(text: &str) -> Option<String> {
     } else {
         text.replacen(',', ".", 1)
     };
-    super::Budget::parse(&meant)
-        .is_ok()
-        .then(|| question(&meant))
+    is_budget(&meant).then(|| question(&meant))
 }

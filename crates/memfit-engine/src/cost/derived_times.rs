@@ -21,10 +21,7 @@ pub(super) fn seconds(
     // In seconds of float32: the one rate for all of a timed step.
     let slowness = |trace: &Trace, op: &Op| {
         let rates = flops_per_second;
-        let (plain, own) = (
-            rates.get("float32"),
-            rates.get(super::computed_in(trace, op)),
-        );
+        let (plain, own) = (rates.get("float32"), rates.get(computed_in(trace, op)));
         match (op.flops > 0, plain, own) {
             (true, Some(plain), Some(own)) => plain / own,
             _ => 1.0,
@@ -149,6 +146,16 @@ fn longest(trace: &Trace, op: &Op) -> u64 {
     let values = op.reads.iter().chain(&op.outputs);
     let sizes = values.flat_map(|&value| trace.values[value.index()].shape.iter().copied());
     sizes.max().unwrap_or(0)
+}
+
+/// The element type that an op with FLOPs computes in, by which its rate is known: that of what it makes. Products of
+/// 8 bits make sums of 32.
+pub(super) fn computed_in<'t>(trace: &'t Trace, op: &Op) -> &'t str {
+    if trace.string(op.name).contains("_int_mm") {
+        return "int8";
+    }
+    let made = op.outputs.first();
+    made.map_or("", |value| trace.string(trace.values[value.index()].dtype))
 }
 
 #[cfg(test)]

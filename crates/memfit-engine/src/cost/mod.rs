@@ -390,7 +390,7 @@ fn compute_seconds(trace: &Trace, op: &Op, name: &str, profile: &DeviceProfile) 
         reason = "times need no more than 53 bits"
     )]
     let flops = op.flops as f64;
-    let dtype = computed_in(trace, op);
+    let dtype = derived_times::computed_in(trace, op);
     let kind = kind_of(name);
     let curves = &profile.curves.compute;
     let curve = [kind, "matmul"]
@@ -409,16 +409,6 @@ fn compute_seconds(trace: &Trace, op: &Op, name: &str, profile: &DeviceProfile) 
         .copied()
         .unwrap_or_else(|| rates.values().copied().fold(0.0, f64::max));
     Part::Flat(if rate > 0.0 { flops / rate } else { 0.0 })
-}
-
-/// The element type that an op with FLOPs computes in, by which its rate is known: that of what it makes. Products of
-/// 8 bits make sums of 32.
-fn computed_in<'t>(trace: &'t Trace, op: &Op) -> &'t str {
-    if trace.string(op.name).contains("_int_mm") {
-        return "int8";
-    }
-    let made = op.outputs.first();
-    made.map_or("", |value| trace.string(trace.values[value.index()].dtype))
 }
 
 /// Which curve an op with FLOPs follows.

@@ -7,7 +7,7 @@
 use super::fragmentation::{MAX_PINNED, PinnedSegment, told};
 use super::history::History;
 use super::moment::{self, Filled};
-use super::owners::{Judge, Owner};
+use super::owners::{self, Judge, Owner};
 use super::peak::Totals;
 use super::private::{self, PrivatePool};
 use crate::bytes::Bytes;
@@ -68,7 +68,7 @@ impl End {
             releasable_bytes: releasable,
             stuck_bytes: unused - releasable - private::total(&private_pools),
             private_pools,
-            owners: super::limited(judge.owners(history, state)),
+            owners: owners::limited(judge.owners(history, state)),
             pinned_segments: pinned
                 .iter()
                 .take(MAX_PINNED)

@@ -42,8 +42,6 @@ use crate::snapshot::{Action, DeviceRecord, Problem, Snapshot};
 
 /// Refusals explained; a loop that retries for ever makes no more.
 const MAX_OUT_OF_MEMORY: usize = 100;
-/// Owners told one by one; the rest is one owner.
-const MAX_OWNERS: usize = 1000;
 /// Events of the allocator that make a history. A ring buffer of one tells nothing that the segments do not.
 const MIN_EVENTS: usize = 2;
 
@@ -184,7 +182,7 @@ impl Subject<'_> {
                 held_at_end(peaks)
             },
             live_before_recording_bytes: peaks.first.active_bytes,
-            owners: limited(judge.owners(history, state)),
+            owners: owners::limited(judge.owners(history, state)),
             fragmentation: if has_history {
                 fragmentation
             } else {
@@ -279,23 +277,6 @@ const fn held_at_end(peaks: &Peaks) -> Peak {
         reserved_event: None,
         after_us: None,
     }
-}
-
-/// The largest owners, and the others as one.
-fn limited(mut owners: Vec<Owner>) -> Vec<Owner> {
-    if owners.len() <= MAX_OWNERS {
-        return owners;
-    }
-    let others = owners.split_off(MAX_OWNERS - 1);
-    owners.push(Owner {
-        stack: format!("({} smaller owners)", others.len()),
-        category: Category::Unknown,
-        bytes: others.iter().map(|it| it.bytes).sum(),
-        count: others.iter().map(|it| it.count).sum(),
-        module: String::new(),
-        evidence: Evidence::None,
-    });
-    owners
 }
 
 #[cfg(test)]

@@ -372,3 +372,23 @@ impl Judge<'_> {
         owners
     }
 }
+
+/// Owners told one by one; the rest is one owner.
+const MAX_OWNERS: usize = 1000;
+
+/// The largest owners, and the others as one.
+pub(super) fn limited(mut owners: Vec<Owner>) -> Vec<Owner> {
+    if owners.len() <= MAX_OWNERS {
+        return owners;
+    }
+    let others = owners.split_off(MAX_OWNERS - 1);
+    owners.push(Owner {
+        stack: format!("({} smaller owners)", others.len()),
+        category: Category::Unknown,
+        bytes: others.iter().map(|it| it.bytes).sum(),
+        count: others.iter().map(|it| it.count).sum(),
+        module: String::new(),
+        evidence: Evidence::None,
+    });
+    owners
+}

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::Bytes;
 use crate::cost::devices::{self, CONTEXT_BYTES, Device};
-use crate::predict::PredictError;
+use crate::predict::error::PredictError;
 
 /// Does the step fit on a device?
 #[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]

@@ -1,12 +1,15 @@
 //! What an unplanned step takes, and who takes it.
 //!
-//! Responsible for the peak and its interval, the breakdown at the peak, the timeline and the largest batch.
-//! Pure: a trace in, a [`Prediction`] out. Not responsible for the devices it fits on (`gpu.rs`).
+//! Responsible for the breakdown at the peak, the timeline and the largest batch.
+//! Pure: a trace in, a [`Prediction`] out. Not responsible for the peak itself and its interval (`unplanned.rs`), nor for the
+//! devices that the step fits on (`gpu.rs`).
 
+mod error;
 mod gpu;
 mod pruned;
 pub mod reserved;
 mod unneeded;
+mod unplanned;
 mod wide;
 
 use std::collections::BTreeMap;
@@ -14,17 +17,19 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use error::PredictError;
 pub use gpu::{DeviceFit, GpuFit};
 pub use unneeded::UnneededSaves;
+pub use unplanned::{margin, unplanned_peak};
 pub use wide::{WideReason, WideTensors};
 
 use crate::allocator::Settings;
 use crate::bytes::{Budget, Bytes};
-use crate::cost::devices::{Device, UnknownGpu};
+use crate::cost::devices::Device;
 use crate::predict::reserved::{Requests, Reserved};
 use crate::step::lives::lives;
 use crate::step::{Evaluator, Holding, StepModel, Treatment, Variant};
-use crate::trace::{AllocationId, BatchError, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
+use crate::trace::{AllocationId, Category, OpIndex, Phase, SCHEMA_VERSION, Trace};
 
 /// What to predict.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -36,30 +41,6 @@ pub struct PredictRequest {
     pub budget: Option<Budget>,
     /// A GPU of the table as people write its name; what it has room for takes the place of the budget.
     pub gpu: Option<String>,
-}
-
-/// Why there is no prediction.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PredictError {
-    /// The trace cannot be scaled to the batch asked for.
-    #[error("cannot predict another batch size: {0}")]
-    Batch(#[from] BatchError),
-    /// The table has no such GPU.
-    #[error(transparent)]
-    Gpu(#[from] UnknownGpu),
-    /// The step was recorded for another kind of device.
-    #[error(
-        "`{gpu}` is a GPU and the step runs on `{device_kind}`: record it for `cuda`, which needs no GPU"
-    )]
-    NotOnGpu {
-        /// The GPU.
-        gpu: &'static str,
-        /// The trace's device kind.
-        device_kind: String,
-    },
-    /// A GPU says what the step may take, and so does a budget.
-    #[error("a GPU is a budget of its own: give a GPU or a budget, not both")]
-    TwoBudgets,
 }
 
 /// What a prediction says. One struct: the text report, the JSON and Python read the same fields.
@@ -235,7 +216,7 @@ pub fn predict(trace: &Trace, request: &PredictRequest) -> Result<Prediction, Pr
     let budget = request.budget.map(|budget| budget.resolve(peak_bytes));
     let budget = budget.or_else(|| gpu.map(Device::room_bytes));
     let largest_batch = budget.and_then(|budget| largest_batch(trace, budget));
-    let (interval_bytes, uncertainty) = interval(at, peak_bytes);
+    let (interval_bytes, uncertainty) = unplanned::interval(at, peak_bytes);
     let (wide_tensors, narrower_peak_bytes) = wide::wide_tensors(at, &holdings, peak_bytes);
     Ok(Prediction {
         schema_version: SCHEMA_VERSION,
@@ -300,71 +281,6 @@ fn reserved_for(
         Requests::new(trace, &lives).reserved(&Settings::default(), "")
     })
 }
-
-/// The peak of the unplanned step at any batch, without the rest.
-#[must_use]
-pub fn unplanned_peak(trace: &Trace) -> Bytes {
-    let model = StepModel::new(trace, Variant::default());
-    Evaluator::new(&model)
-        .evaluate(&vec![Treatment::Keep; trace.allocations.len()])
-        .peak_bytes
-}
-
-/// What a plan keeps free for what the prediction is not sure of.
-#[must_use]
-pub fn margin(trace: &Trace, peak: Bytes) -> Bytes {
-    interval(trace, peak).0.1 - peak
-}
-
-/// Whether both captures knew what ops take inside.
-fn is_probed_twice(trace: &Trace) -> bool {
-    trace.ops.iter().any(|op| op.workspace_per_item.is_some())
-}
-
-/// How far the truth may be from the peak predicted, and why.
-///
-/// What a dispatcher does not see: scratch inside ops, which is probed where it is known to exist (one
-/// allocation more or less, at most [`SCRATCH_FRACTION`] of the peak), and numbers that autograd keeps as
-/// tensors, a few bytes each.
-fn interval(trace: &Trace, peak: Bytes) -> ((Bytes, Bytes), Vec<String>) {
-    let largest = trace
-        .ops
-        .iter()
-        .map(|op| op.workspace_bytes)
-        .max()
-        .unwrap_or(Bytes::ZERO);
-    let unseen = Bytes(UNSEEN_BYTES.min(peak.0 / 500));
-    let (mut low, mut high, mut reasons) = (peak, peak + unseen, Vec::new());
-    let probed_batch = trace.meta.probed_batch;
-    if probed_batch != 0 && probed_batch != trace.meta.batch && largest > Bytes::ZERO {
-        low -= largest;
-        let also = match trace.meta.second_batch {
-            second if is_probed_twice(trace) => format!(" and {second}"),
-            _ => String::new(),
-        };
-        reasons.push(format!(
-            "op workspaces (up to {largest}) were probed at batch {probed_batch}{also}, and scaled"
-        ));
-    }
-    if trace.meta.probe_threads == 0 {
-        high += Bytes(peak.0 / 20);
-        reasons.push("scratch inside ops was not probed: up to 5 % more".to_owned());
-    } else if largest > Bytes::ZERO {
-        let slack = Bytes(largest.0.min(peak.0 / SCRATCH_FRACTION));
-        low = low.min(peak - slack);
-        high += slack;
-        reasons.push(format!(
-            "op workspaces of up to {largest} are probed, not traced"
-        ));
-    }
-    ((low, high), reasons)
-}
-
-/// Scratch is taken to differ from its probe by no more than this part of the peak. Measured peaks of
-/// eight models, unplanned and planned, were within 288 bytes of predicted (`benchmarks/results`).
-const SCRATCH_FRACTION: u64 = 200;
-/// Numbers that autograd saves as tensors, and the random states that replays put back.
-const UNSEEN_BYTES: u64 = 128 << 10;
 
 fn peak_point(trace: &Trace, position: OpIndex) -> PeakPoint {
     let op = trace.ops.get(position.index());
@@ -497,7 +413,7 @@ fn largest_batch(trace: &Trace, budget: Bytes) -> Option<u64> {
     let fits = |batch: u64| {
         trace.at_batch(batch).is_ok_and(|at| {
             let model = StepModel::new(&at, Variant::default());
-            let (interval, _) = interval(&at, unplanned_peak(&at));
+            let (interval, _) = unplanned::interval(&at, unplanned_peak(&at));
             interval
                 .1
                 .max(reserved(&at, &model).map_or(Bytes::ZERO, |r| r.peak_reserved_bytes))

@@ -15,7 +15,7 @@ pub(super) fn pruning_note(trace: &Trace, peak_bytes: Bytes) -> Option<String> {
         return None;
     }
     let removed = without_masks(trace, &masks)?;
-    let peak = super::unplanned_peak(&removed);
+    let peak = super::unplanned::unplanned_peak(&removed);
     let added = peak_bytes - peak;
     let of_masks: Bytes = masks
         .values()

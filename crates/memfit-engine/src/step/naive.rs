@@ -9,114 +9,15 @@
 
 mod shrunk;
 mod stored;
+mod twin;
 mod updated;
 
-use std::collections::BTreeMap;
+pub use twin::NaiveEvaluation;
 
-use super::{Transfer, Treatment, Variant};
+use self::twin::{Reach, Record, STRETCH, Stored, Twin, Updates, Version};
+use super::{Treatment, Variant};
 use crate::bytes::Bytes;
-use crate::trace::{AllocationId, Category, OpIndex, Phase, Trace};
-
-/// A made version of a dropped allocation.
-#[derive(Debug)]
-struct Version {
-    allocation: usize,
-    number: u32,
-    record: usize,
-    materialised: bool,
-    /// Its storage went on to the next version.
-    stolen: bool,
-}
-
-/// A recorded op.
-#[derive(Debug)]
-struct Record {
-    op: usize,
-    reads_versions: Vec<usize>,
-    /// Stored and shrunk allocations that it reads.
-    reads_stored: Vec<usize>,
-    pins: Vec<usize>,
-    /// The versions it makes.
-    made: std::ops::Range<usize>,
-    consumed: bool,
-}
-
-/// What the twin found.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NaiveEvaluation {
-    /// The peak.
-    pub peak_bytes: Bytes,
-    /// Forward ops replayed, in order.
-    pub replayed: Vec<OpIndex>,
-    /// A replay read something overwritten since, or a stored allocation was needed too early.
-    pub stale: Option<OpIndex>,
-    /// An allocation that may not be stored, or may not have the home it has.
-    pub refused: Option<AllocationId>,
-    /// What moved, in order.
-    pub transfers: Vec<Transfer>,
-}
-
-/// What there is of the stored and the shrunk allocations; per allocation.
-#[derive(Debug, Default)]
-struct Stored {
-    /// Those that are stored or shrunk.
-    returning: Vec<usize>,
-    /// Its narrower form was made.
-    shrunk: Vec<bool>,
-    /// In the order of their writes; those up to `settled` are no longer on their way out.
-    sent: Vec<usize>,
-    settled: usize,
-    fetched: Vec<bool>,
-    /// It came ahead, and nothing asked for it yet.
-    unasked: Vec<bool>,
-    /// By first own unpack.
-    order: Vec<usize>,
-}
-
-/// Something that a request runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Errand {
-    Fetch(usize),
-    Replay(usize),
-}
-
-/// What is reachable at a moment.
-struct Reach {
-    versions: Vec<bool>,
-    records: Vec<bool>,
-    /// Stored and shrunk allocations to which something refers.
-    stored: Vec<bool>,
-}
-
-struct Twin<'t> {
-    trace: &'t Trace,
-    variant: Variant,
-    treatments: &'t [Treatment],
-    forward_end: usize,
-    versions: Vec<Version>,
-    records: Vec<Record>,
-    /// Saved tensors of each allocation, and versions of each dropped allocation.
-    saved_of: Vec<Vec<usize>>,
-    versions_of: Vec<Vec<usize>>,
-    /// The ranges in which the natural ranges of each allocation really hold, under the variant.
-    ranges: Vec<Vec<(usize, usize)>>,
-    /// Per stretch of [`STRETCH`] positions: allocations that something but a pin or a replay may hold there.
-    near: Vec<Vec<usize>>,
-    stored: Stored,
-    /// Forward ops that make the versions of each allocation.
-    makers: Vec<Vec<usize>>,
-    /// Versions and stored allocations that are there only until a record of this request ran.
-    passing_versions: Vec<usize>,
-    passing_stored: Vec<usize>,
-    constant: u64,
-    updates: updated::Updates,
-    /// Bytes of what of the state is in 8 bits.
-    narrow_state: BTreeMap<usize, u64>,
-    result: NaiveEvaluation,
-}
-
-/// Positions in a stretch; few in tests, whose steps are short.
-const STRETCH: usize = if cfg!(test) { 4 } else { 256 };
+use crate::trace::{Category, OpIndex, Phase, Trace};
 
 /// Evaluates `trace` with `treatments[allocation]`, naively. Whether what is dropped may be is not asked.
 #[must_use]
@@ -161,7 +62,7 @@ pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Na
         passing_versions: Vec::new(),
         passing_stored: Vec::new(),
         constant,
-        updates: updated::Updates::default(),
+        updates: Updates::default(),
         narrow_state: updated::narrow_state_bytes(trace, variant),
         result,
     };

@@ -12,49 +12,8 @@
 //! batch dimensions in its output (every item against every other), feeds a scalar taken over the batch
 //! back into batched values, or works *along* a batch dimension (softmax, sort, indexing).
 
-use serde::{Deserialize, Serialize};
-
-use super::{Op, OpIndex, Phase, Trace, Value, ValueId};
+use super::{Coupling, CouplingKind, Law, Op, OpIndex, Phase, Trace, Value, ValueId};
 use crate::bytes::Bytes;
-
-/// `bytes(batch) = fixed + per_item * batch`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Law {
-    /// Bytes at batch 0.
-    pub fixed: i64,
-    /// Bytes for each item.
-    pub per_item: i64,
-}
-
-impl Law {
-    /// The size at `batch`, never below zero.
-    #[must_use]
-    pub fn at(self, batch: u64) -> Bytes {
-        let bytes = i128::from(self.fixed) + i128::from(self.per_item) * i128::from(batch);
-        Bytes(u64::try_from(bytes.max(0)).unwrap_or(u64::MAX))
-    }
-}
-
-/// How an op mixes the items of a batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CouplingKind {
-    /// It computes a statistic over the batch (batch normalisation).
-    Statistic,
-    /// It compares every item with every other (contrastive losses).
-    Cross,
-    /// It works along the batch dimension (softmax, sort, indexing).
-    Along,
-}
-
-/// An op that mixes the items of a batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Coupling {
-    /// The op.
-    pub op: OpIndex,
-    /// How.
-    pub kind: CouplingKind,
-}
 
 /// Why two captures cannot be aligned, or a trace not be scaled.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -32,16 +32,16 @@ mod elementwise;
 #[cfg(test)]
 pub(crate) mod sample;
 mod sizes;
+mod way;
 
-pub use alternative::{
-    Alternative, Alternatives, Autocast, CallChunk, Chunk, HalfParameters, Head, Int8Weights,
-    LossChunk, Piece, Refusals, Strips, Way,
-};
-pub use batch::{BatchError, Coupling, CouplingKind, Law};
+pub use batch::BatchError;
 pub use captured::{CaptureError, CapturedWay};
 pub use check::TraceError;
 pub(crate) use elementwise::ELEMENTWISE;
 pub use sizes::SizesError;
+pub use way::{
+    Autocast, CallChunk, Chunk, HalfParameters, Head, Int8Weights, LossChunk, Refusals, Strips, Way,
+};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -390,6 +390,74 @@ pub struct ParameterUpdate {
     /// The optimizer's state for this parameter alone; empty in traces recorded before this was known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub state: Vec<AllocationId>,
+}
+
+/// What the ops of a step take on a piece of the batch, as probed there: scratch follows no line.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// Items of the piece.
+    pub items: u64,
+    /// Scratch of each op.
+    pub workspace_bytes: Vec<Bytes>,
+}
+
+/// A step in another way, as captured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Alternative {
+    /// The way.
+    #[serde(flatten)]
+    pub way: Way,
+    /// The step then.
+    pub trace: Trace,
+}
+
+/// What a step can be run as instead.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Alternatives {
+    /// In the order in which they were asked for: from the least to the most that runs in slices.
+    pub steps: Vec<Alternative>,
+    /// Why there are not those that were asked for and are not among them.
+    #[serde(flatten)]
+    pub refusals: Refusals,
+}
+
+/// `bytes(batch) = fixed + per_item * batch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Law {
+    /// Bytes at batch 0.
+    pub fixed: i64,
+    /// Bytes for each item.
+    pub per_item: i64,
+}
+
+impl Law {
+    /// The size at `batch`, never below zero.
+    #[must_use]
+    pub fn at(self, batch: u64) -> Bytes {
+        let bytes = i128::from(self.fixed) + i128::from(self.per_item) * i128::from(batch);
+        Bytes(u64::try_from(bytes.max(0)).unwrap_or(u64::MAX))
+    }
+}
+
+/// How an op mixes the items of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CouplingKind {
+    /// It computes a statistic over the batch (batch normalisation).
+    Statistic,
+    /// It compares every item with every other (contrastive losses).
+    Cross,
+    /// It works along the batch dimension (softmax, sort, indexing).
+    Along,
+}
+
+/// An op that mixes the items of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Coupling {
+    /// The op.
+    pub op: OpIndex,
+    /// How.
+    pub kind: CouplingKind,
 }
 
 /// Bytes of one element of a real type; `None` for others.

@@ -92,7 +92,7 @@ pub(super) fn wide_tensors(
             allocation.bytes = narrower.bytes;
         }
     }
-    (groups, Some(super::unplanned_peak(&other)))
+    (groups, Some(super::unplanned::unplanned_peak(&other)))
 }
 
 /// The wide allocations of a peak by the line that makes them.

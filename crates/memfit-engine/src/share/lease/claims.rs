@@ -4,7 +4,9 @@
 
 use crate::bytes::Bytes;
 
-use super::Device;
+/// A device of the machine, by its place in the list that [`Machine::new`](super::Machine::new) got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Device(pub usize);
 
 /// Bytes by device: sorted by device, each device once, no zeros.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

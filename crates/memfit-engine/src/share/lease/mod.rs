@@ -104,15 +104,11 @@ mod small_model;
 #[cfg(test)]
 mod witness;
 
-pub use claims::{Claims, ClaimsError};
+pub use claims::{Claims, ClaimsError, Device};
 pub use machine::{Imbalance, Machine};
-pub use restore::{Presented, Record, Records, RestoreError};
+pub use restore::{Record, Records, RestoreError};
 
 use crate::bytes::Bytes;
-
-/// A device of the machine, by its place in the list that [`Machine::new`] got.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Device(pub usize);
 
 /// A line of work that holds leases and waits for one thing at a time; the daemon names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -305,6 +301,17 @@ pub enum Event {
     Open,
     /// Only time has passed.
     Tick,
+}
+
+/// A lease as its holder knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Presented {
+    /// Which.
+    pub lease: LeaseId,
+    /// The revision it knows. Where the machine knows another, the machine's counts.
+    pub revision: Revision,
+    /// Its bytes.
+    pub claims: Claims,
 }
 
 /// What follows from an event. All changes of sums are here, so folding the effects gives the sums.

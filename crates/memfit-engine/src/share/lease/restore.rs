@@ -14,8 +14,8 @@ use std::collections::BTreeSet;
 use crate::bytes::Bytes;
 
 use super::{
-    Claims, ClientId, Device, Effect, End, Lease, LeaseId, Machine, Millis, Priority, Refusal,
-    Revision, Settings,
+    Claims, ClientId, Device, Effect, End, Lease, LeaseId, Machine, Millis, Presented, Priority,
+    Refusal, Revision, Settings,
 };
 
 /// A lease as it was written down.
@@ -50,17 +50,6 @@ pub struct Records {
     pub next_lease: LeaseId,
     /// Whether leases may have been held that are not in the records.
     pub are_incomplete: bool,
-}
-
-/// A lease as its holder knows it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Presented {
-    /// Which.
-    pub lease: LeaseId,
-    /// The revision it knows. Where the machine knows another, the machine's counts.
-    pub revision: Revision,
-    /// Its bytes.
-    pub claims: Claims,
 }
 
 /// Why a machine could not be restored.

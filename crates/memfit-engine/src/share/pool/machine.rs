@@ -7,7 +7,7 @@ mod device;
 
 use std::collections::VecDeque;
 
-use self::device::OnDevice;
+use super::cached::Cached;
 use super::copies::{self, Place};
 use super::habits::{Arrivals, Rate, Tick};
 use super::victims::{Candidate, choose};
@@ -78,6 +78,14 @@ struct Use {
     client: Client,
     model: ModelId,
     activations: Bytes,
+}
+
+/// What only a pool on a device has.
+#[derive(Debug)]
+pub(super) struct OnDevice {
+    /// The host's share for copies.
+    host: Bytes,
+    pub(super) kept: Cached,
 }
 
 /// The pool's decisions.

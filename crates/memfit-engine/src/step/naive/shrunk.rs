@@ -4,7 +4,7 @@
 //! what is stored (`stored.rs`): it comes back as that does.
 
 use super::super::{Narrow, Transfer, Treatment};
-use super::{Reach, Twin};
+use super::twin::{Reach, Twin};
 use crate::trace::{AllocationId, OpIndex};
 
 impl Twin<'_> {

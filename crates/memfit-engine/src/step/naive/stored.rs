@@ -4,7 +4,7 @@
 //! and in which order. Like the rest of the twin it counts nothing along: it asks anew.
 
 use super::super::{Transfer, Treatment};
-use super::{Errand, Twin};
+use super::twin::{Errand, Twin};
 use crate::trace::{AllocationId, OpIndex, Phase, ValueId};
 
 fn id(a: usize) -> AllocationId {

@@ -6,32 +6,10 @@
 
 use std::collections::BTreeMap;
 
-use super::Twin;
+use super::twin::{Place, Twin, Updates};
 use crate::bytes::Bytes;
 use crate::step::Variant;
 use crate::trace::{AllocationId, Category, Phase, Trace};
-
-/// Where the state of an update is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Away,
-    /// Fetched, its update has yet to run.
-    Ahead,
-    Outgoing,
-}
-
-/// What there is of the updates.
-#[derive(Debug, Default)]
-pub(super) struct Updates {
-    /// All of them in order, with the position of each.
-    in_order: Vec<(usize, usize)>,
-    /// Of each in order, where its state is.
-    places: Vec<(Place, u64)>,
-    /// Those in order that have run.
-    ran: usize,
-    /// State that is there and is no allocation of the trace's own.
-    pub(super) state_bytes: u64,
-}
 
 impl Updates {
     pub(super) fn order(&mut self, trace: &Trace, variant: Variant, end: usize) {

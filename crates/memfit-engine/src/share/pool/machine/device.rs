@@ -7,16 +7,8 @@
 use super::super::cached::{Cached, Running};
 use super::super::copies::{Copy, Room};
 use super::super::{Done, Micros, ModelId};
-use super::{Machine, State};
+use super::{Machine, OnDevice, State};
 use crate::bytes::Bytes;
-
-/// What only a pool on a device has.
-#[derive(Debug)]
-pub(super) struct OnDevice {
-    /// The host's share for copies.
-    host: Bytes,
-    pub(super) kept: Cached,
-}
 
 impl Machine {
     /// A pool without models, of a device: its allocator keeps what calls took until a
