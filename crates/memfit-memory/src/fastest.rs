@@ -72,8 +72,8 @@ fn has_avx512() -> bool {
 
 /// Generates a function that runs a loop, inlined, as it is compiled for the registers that come first.
 macro_rules! for_registers {
-    ($name:ident, $plain:ident, $($argument:ident: $type:ty),*) => {
-        fn $name(registers: $crate::fastest::Registers, $($argument: $type),*) {
+    ($visibility:vis $name:ident, $plain:ident, $($argument:ident: $type:ty),*) => {
+        $visibility fn $name(registers: $crate::fastest::Registers, $($argument: $type),*) {
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,fma")]

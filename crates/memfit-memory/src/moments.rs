@@ -1,10 +1,9 @@
 //! The state of an optimizer in 8 bits, and the updates that read and write it.
 //!
-//! Responsible for the form that `optimizer_bits` holds moments in on a CPU, for shares of threads, and for which
-//! kind of processor a pass over a parameter (`moments/update.rs`) is compiled for. Not responsible for which
-//! parameters are updated so, or when (the executor).
+//! Responsible for the form that `optimizer_bits` holds moments in on a CPU, and for shares of threads. Not responsible for
+//! one pass over a parameter (`moments/update.rs`), nor for which parameters are updated so, or when (the executor).
 //!
-//! A block is [`Narrow::BLOCK`] numbers with the largest of their absolute values as scale; all codes come first, then all
+//! A block is `Narrow::BLOCK` numbers with the largest of their absolute values as scale; all codes come first, then all
 //! scales. Numbers of one moment lie many powers of ten apart, so codes are no even steps: code `c` of `n` stands for
 //! `(c / n)^4` of the scale. Steps are 1.6 % of a number near the scale and 16 % at a ten-thousandth of it, much as in the
 //! dynamic code of Dettmers et al. (2021); but both ways are plain arithmetic (`moments/codes.rs`), which needs no table. First moments
@@ -18,33 +17,23 @@
 use std::num::NonZeroUsize;
 use std::thread;
 
-use memfit_engine::step::Narrow;
-use serde::Deserialize;
-
 use crate::blocks::{BLOCK, WIDE, each, largest, part};
-use crate::fastest::{Registers, for_registers};
+use crate::fastest::Registers;
 use crate::forms::{Form, Half, Wide};
 
 mod codes;
 mod halves;
+mod parts;
+mod rules;
 mod update;
 
 use codes::{RootCodes, SignedCodes, root, signed};
 use halves::{adam_of_halves, momentum_of_halves};
-use update::{adam_blocks, momentum_blocks, scale_of};
+use parts::{LEAST_OF_THREAD, check, check_gradient, parts_of, place};
+use update::{half_adam, half_momentum, scale_of, wide_adam, wide_momentum};
 
-/// Fewer numbers for each thread are not worth one.
-const LEAST_OF_THREAD: usize = 1 << 17;
-
-/// Lengths that do not go together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("{wide} bytes of numbers go with {expected} bytes of {what}, not {found}")]
-pub struct LengthError {
-    wide: usize,
-    what: &'static str,
-    found: usize,
-    expected: u64,
-}
+pub use parts::LengthError;
+pub use rules::{Adam, Momentum};
 
 /// What a moment is, which says how its numbers are held.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,54 +52,11 @@ impl Moment {
     }
 }
 
-/// One update by Adam, as torch has it: what depends on the number of the step alone is computed already.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-pub struct Adam {
-    /// 1, or -1 to go uphill.
-    pub direction: f32,
-    /// Added to the gradient for each unit of the parameter.
-    pub penalty: f32,
-    /// What the parameter is multiplied by before (`AdamW`).
-    pub decay: f32,
-    /// Part of the gradient that the first moment takes on; the rest of it stays.
-    pub first_added: f32,
-    /// Part of the second moment that stays.
-    pub second_stays: f32,
-    /// Part of the gradient's square that it takes on.
-    pub second_added: f32,
-    /// The learning rate over the correction of the first moment.
-    pub step: f32,
-    /// One over the root of the correction of the second.
-    pub root_correction: f32,
-    /// Added to the root.
-    pub epsilon: f32,
-}
-
-/// One update by gradient descent with momentum.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-pub struct Momentum {
-    /// 1, or -1 to go uphill.
-    pub direction: f32,
-    /// Added to the gradient for each unit of the parameter.
-    pub penalty: f32,
-    /// Part of the momentum that stays.
-    pub stays: f32,
-    /// Part of the gradient that is added to it.
-    pub added: f32,
-    /// Part of the momentum that is added to the gradient once more; `None` where the momentum is the step.
-    pub nesterov: Option<f32>,
-    /// The learning rate.
-    pub step: f32,
-}
-
-/// Part of the memory of one moment: codes and scales.
-type Held<'m> = (&'m mut [u8], &'m mut [u8]);
-
 /// Updates a parameter by Adam: in its form, or with `lower` in 32 bits, of which the parameter is the upper half.
 ///
 /// # Errors
 ///
-/// The gradient or the lower half has another length than the parameter, or a moment has not [`Narrow::bytes`] of its
+/// The gradient or the lower half has another length than the parameter, or a moment has not `Narrow::bytes` of its
 /// numbers in 32 bits.
 pub fn update_by_adam(
     rule: Adam,
@@ -256,7 +202,7 @@ fn momentum(
 ///
 /// # Errors
 ///
-/// `held` has not [`Narrow::bytes`] of `wide`.
+/// `held` has not `Narrow::bytes` of `wide`.
 pub fn shrink(moment: Moment, wide: &[u8], held: &mut [u8]) -> Result<(), LengthError> {
     check(wide.len(), held.len(), "codes")?;
     let (codes, scales) = held.split_at_mut(wide.len() / WIDE);
@@ -307,61 +253,6 @@ pub fn expand(moment: Moment, held: &[u8], wide: &mut [u8]) -> Result<(), Length
     }
     Ok(())
 }
-
-fn narrow(wide: usize) -> u64 {
-    Narrow::EightBit.bytes(wide as u64)
-}
-
-/// Checks that so many bytes of numbers in 32 bits go with what holds a moment of them.
-fn check(wide: usize, found: usize, what: &'static str) -> Result<(), LengthError> {
-    let expected = narrow(wide);
-    if wide.is_multiple_of(WIDE) && expected == found as u64 {
-        return Ok(());
-    }
-    Err(LengthError {
-        wide,
-        what,
-        found,
-        expected,
-    })
-}
-
-fn check_gradient(form: Form, numbers: usize, found: usize) -> Result<(), LengthError> {
-    if numbers.is_multiple_of(form.bytes()) && numbers == found {
-        return Ok(());
-    }
-    Err(LengthError {
-        wide: numbers,
-        what: "gradient",
-        found,
-        expected: numbers as u64,
-    })
-}
-
-/// The place of the first number of a part; places begin anew after 2^32.
-#[expect(clippy::cast_possible_truncation, reason = "it begins anew")]
-const fn place(number: usize, part: usize) -> u32 {
-    number.wrapping_mul(part) as u32
-}
-
-/// The memory of a moment in parts of so many numbers.
-fn parts_of(held: &mut [u8], part: usize) -> impl Iterator<Item = Held<'_>> {
-    let count = numbers_in(held.len());
-    let (codes, scales) = held.split_at_mut(count);
-    codes
-        .chunks_mut(part)
-        .zip(scales.chunks_mut(part / BLOCK * WIDE))
-}
-
-/// Numbers that so many bytes hold: each block has a scale more.
-const fn numbers_in(held: usize) -> usize {
-    held - held.div_ceil(BLOCK + WIDE) * WIDE
-}
-
-for_registers!(wide_adam, adam_blocks, form: Wide, place: u32, rule: Adam, parameter: &mut [u8], gradient: &[u8], moments: [Held<'_>; 2]);
-for_registers!(half_adam, adam_blocks, form: Half, place: u32, rule: Adam, parameter: &mut [u8], gradient: &[u8], moments: [Held<'_>; 2]);
-for_registers!(wide_momentum, momentum_blocks, form: Wide, place: u32, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);
-for_registers!(half_momentum, momentum_blocks, form: Half, place: u32, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);
 
 #[cfg(test)]
 mod tests;

@@ -10,10 +10,9 @@
 use std::num::NonZeroUsize;
 use std::thread;
 
-use super::{
-    Adam, Held, LEAST_OF_THREAD, LengthError, Momentum, check, check_gradient, parts_of, wide_adam,
-    wide_momentum,
-};
+use super::parts::{Held, LEAST_OF_THREAD, LengthError, check, check_gradient, parts_of};
+use super::rules::{Adam, Momentum};
+use super::update::{wide_adam, wide_momentum};
 use crate::blocks::{BLOCK, WIDE, each, part};
 use crate::fastest::Registers;
 use crate::forms::{Form, Wide};

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::parts::{Held, narrow, numbers_in};
 use super::*;
 use crate::forms::NumberForm;
 

@@ -1,7 +1,7 @@
 //! Updates of a parameter that read and write moments in 8 bits.
 //!
 //! Responsible for one pass over a parameter, block by block, without a temporary: it expands the moments, updates all of
-//! it, and shrinks them again. Not responsible for what a code stands for (`codes.rs`), nor for threads.
+//! it, and shrinks them again; and for the kinds of processor that it is compiled for. Not responsible for what a code stands for (`codes.rs`), nor for threads.
 //!
 //! The scale of a block is known when the last of its numbers is, and the codes of the first need it. So a block begins before
 //! the one before it ends: the processor has something to do meanwhile.
@@ -12,9 +12,11 @@
 )]
 
 use super::codes::{RootCodes, SignedCodes, root_in, root_unit, signed_in, signed_unit};
-use super::{Adam, Held, Momentum};
+use super::parts::Held;
+use super::rules::{Adam, Momentum};
 use crate::blocks::{BLOCK, SIGN, WIDE};
-use crate::forms::NumberForm;
+use crate::fastest::for_registers;
+use crate::forms::{Half, NumberForm, Wide};
 
 /// Places of a block.
 #[expect(clippy::cast_possible_truncation, reason = "256")]
@@ -317,3 +319,8 @@ pub(super) fn scale_of(largest: u32) -> f32 {
         f32::NAN
     }
 }
+
+for_registers!(pub(super) wide_adam, adam_blocks, form: Wide, place: u32, rule: Adam, parameter: &mut [u8], gradient: &[u8], moments: [Held<'_>; 2]);
+for_registers!(pub(super) half_adam, adam_blocks, form: Half, place: u32, rule: Adam, parameter: &mut [u8], gradient: &[u8], moments: [Held<'_>; 2]);
+for_registers!(pub(super) wide_momentum, momentum_blocks, form: Wide, place: u32, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);
+for_registers!(pub(super) half_momentum, momentum_blocks, form: Half, place: u32, rule: Momentum, parameter: &mut [u8], gradient: &[u8], held: Held<'_>);

@@ -9,12 +9,36 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use serde::Serialize;
+
 use super::error::StoreError;
 use super::extents::Extents;
-use super::{Source, Statistics, Target};
 
 /// Names a block; never used again.
 pub(super) type BlockId = u64;
+
+/// Memory to write from.
+pub type Source = Box<dyn AsRef<[u8]> + Send>;
+
+/// Memory to read into.
+pub type Target = Box<dyn AsMut<[u8]> + Send>;
+
+/// What a store did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Statistics {
+    /// Bytes written.
+    pub bytes_written: u64,
+    /// Bytes read.
+    pub bytes_read: u64,
+    /// What callers waited: for the window, for a transfer, for their own reads.
+    pub seconds_waited: f64,
+    /// What the threads worked.
+    pub seconds_busy: f64,
+    /// Most bytes on their way at a time, out and back.
+    pub peak_in_flight_bytes: u64,
+    /// Largest the file was.
+    pub file_bytes: u64,
+}
 
 /// Where a transfer is.
 #[derive(Debug)]

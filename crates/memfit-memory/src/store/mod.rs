@@ -26,18 +26,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-
 use blocks::{BlockId, Blocks, Job, Transfer};
 
+pub use blocks::{Source, Statistics, Target};
 pub use error::{Purpose, StoreError};
 pub(crate) use file::StoreFile;
-
-/// Memory to write from.
-pub type Source = Box<dyn AsRef<[u8]> + Send>;
-
-/// Memory to read into.
-pub type Target = Box<dyn AsMut<[u8]> + Send>;
 
 /// Asked now and then while waiting: whether to give up.
 pub type Interrupted<'a> = &'a mut dyn FnMut() -> bool;
@@ -57,23 +50,6 @@ pub struct StoreOptions {
     pub drop_cache: bool,
     /// Accept a folder whose files are kept in memory.
     pub allow_memory: bool,
-}
-
-/// What a store did.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Statistics {
-    /// Bytes written.
-    pub bytes_written: u64,
-    /// Bytes read.
-    pub bytes_read: u64,
-    /// What callers waited: for the window, for a transfer, for their own reads.
-    pub seconds_waited: f64,
-    /// What the threads worked.
-    pub seconds_busy: f64,
-    /// Most bytes on their way at a time, out and back.
-    pub peak_in_flight_bytes: u64,
-    /// Largest the file was.
-    pub file_bytes: u64,
 }
 
 /// Writes blocks of bytes to a file and reads them back.

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 
 use twox_hash::XxHash3_128;
 
-use super::CudaStatistics;
+use super::statistics::CudaStatistics;
 use crate::arena::cuda::{Arena, HostMemory};
 use crate::park::host::ParkError;
 use crate::store::{Interrupted, Purpose, StoreFile};

@@ -15,6 +15,7 @@
 mod copy;
 #[cfg(test)]
 mod histories;
+mod statistics;
 #[cfg(test)]
 mod tests;
 
@@ -25,35 +26,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Bytes;
-use serde::Serialize;
 
 use copy::Copy;
+
+pub use statistics::CudaStatistics;
 
 use crate::arena::cuda::{Arena, Device, ManagedTensor, TensorPlace, VmmError, lend};
 use crate::park::host::ParkError;
 use crate::pressure;
 use crate::store::Interrupted;
-
-/// What a model's parking did so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct CudaStatistics {
-    /// Bytes kept in the host's memory.
-    pub bytes_to_host: u64,
-    /// Bytes written to the file.
-    pub bytes_written: u64,
-    /// Bytes that were not written because the file had them.
-    pub bytes_unchanged: u64,
-    /// Bytes read from the file.
-    pub bytes_read: u64,
-    /// Times that it was parked.
-    pub parks: u64,
-    /// Times that it was woken.
-    pub wakes: u64,
-    /// What parking took.
-    pub park_seconds: f64,
-    /// What waking took.
-    pub wake_seconds: f64,
-}
 
 /// A model's memory on a device and the copy that it is parked in.
 pub struct CudaParking {

@@ -30,12 +30,12 @@ use std::path::Path;
 use twox_hash::XxHash3_128;
 
 use super::arriving::Arriving;
-use super::error::ParkError;
+use super::error::{ParkError, no_memory};
 use super::layout::{Copied, Piece, Place, Tensor, cut, pages_in_files, stale_pages};
 use super::parallel::in_parallel;
 use super::spill::Spill;
+use super::statistics::Statistics;
 use super::weights::Weights;
-use super::{Statistics, no_memory};
 use crate::arena::host::{Arena, FilePart, major_faults};
 use crate::store::Interrupted;
 

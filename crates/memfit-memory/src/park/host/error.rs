@@ -161,3 +161,11 @@ impl ParkError {
         }
     }
 }
+
+/// The system gave no memory to wake so many bytes into.
+pub(super) fn no_memory(length: u64, error: &std::io::Error) -> ParkError {
+    ParkError::NoMemory {
+        wanted: Bytes(length),
+        reason: error.to_string(),
+    }
+}

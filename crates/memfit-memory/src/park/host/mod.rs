@@ -29,6 +29,7 @@ mod error;
 mod layout;
 mod parallel;
 mod spill;
+mod statistics;
 #[cfg(test)]
 mod tests;
 mod weights;
@@ -40,37 +41,17 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use memfit_engine::bytes::Bytes;
-use serde::Serialize;
 
 use arriving::Arriving;
 use copy::{Copy, Woken};
+use error::no_memory;
 
 use crate::arena::host::Arena;
 use crate::store::Interrupted;
 
 pub use error::ParkError;
 pub use layout::Tensor;
-
-/// What a model's parking did so far.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Statistics {
-    /// Bytes written to the file.
-    pub bytes_written: u64,
-    /// Bytes that were not written because the file had them.
-    pub bytes_unchanged: u64,
-    /// Bytes that were not written because the weights file had them.
-    pub bytes_in_source: u64,
-    /// Bytes read and compared: none of those that were in memory all the time.
-    pub bytes_read: u64,
-    /// Times that it was parked.
-    pub parks: u64,
-    /// Times that it was woken.
-    pub wakes: u64,
-    /// What parking took.
-    pub park_seconds: f64,
-    /// What waking took.
-    pub wake_seconds: f64,
-}
+pub use statistics::Statistics;
 
 /// A model's memory and the copy that it is parked in.
 pub struct Parking {
@@ -375,12 +356,5 @@ impl State {
         })?;
         self.statistics.bytes_read += length;
         Ok(())
-    }
-}
-
-fn no_memory(length: u64, error: &std::io::Error) -> ParkError {
-    ParkError::NoMemory {
-        wanted: Bytes(length),
-        reason: error.to_string(),
     }
 }
