@@ -2,13 +2,14 @@
 //!
 //! Responsible for names, help and examples: shell completions, the man page and the reference are
 //! made from these definitions. Not responsible for what the words mean ([`crate::request`]). What
-//! `plan` and `verify` take is in `planning.rs`, what `run` takes in `run.rs`, what the commands about sharing take in
+//! commands work on is in `target.rs`, what `plan` and `verify` take in `planning.rs`, what `run` takes in `run.rs`, what the commands about sharing take in
 //! `sharing.rs`; the kinds of action are read in `kinds.rs`.
 
 mod kinds;
 mod planning;
 mod run;
 mod sharing;
+mod target;
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -20,6 +21,7 @@ pub(crate) use kinds::{kinds_of, loosest};
 pub(crate) use planning::{PlanArguments, PlanChoiceArguments, VerifyArguments};
 pub(crate) use run::{RunArguments, RunLeaseArguments};
 pub(crate) use sharing::{BrokerArguments, DevicesArguments, PsArguments, TopArguments};
+pub(crate) use target::{DeviceChoice, TargetArguments};
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -314,29 +316,6 @@ Examples:
   memfit man > memfit.1
   memfit man plan | man -l -")]
     Man(ManArguments),
-}
-
-/// What to work on.
-#[derive(Debug, Args)]
-pub(crate) struct TargetArguments {
-    /// `FILE.py:FUNCTION`, `package.module:FUNCTION` or a saved `FILE.memfit`
-    ///
-    /// The function returns a `memfit.Workload`.
-    #[arg(value_name = "TARGET")]
-    pub(crate) target: String,
-
-    /// Pass an argument to the target's function (repeatable)
-    #[arg(long = "set", value_name = "NAME=VALUE")]
-    pub(crate) settings: Vec<String>,
-}
-
-/// Kinds of devices to capture for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DeviceChoice {
-    /// The processor's memory
-    Cpu,
-    /// A CUDA device
-    Cuda,
 }
 
 #[derive(Debug, Args)]

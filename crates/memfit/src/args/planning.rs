@@ -10,7 +10,7 @@ use clap::Args;
 use memfit_engine::plan::ActionKind;
 
 use super::kinds::{Allowance, AllowanceParser, KindParser};
-use super::{DeviceChoice, TargetArguments};
+use super::target::{DeviceChoice, TargetArguments};
 
 /// Which plans are allowed.
 #[derive(Debug, Args)]

@@ -21,6 +21,7 @@ mod journal;
 mod log;
 mod metrics;
 mod occupancy;
+mod options;
 mod outbox;
 mod process;
 mod refusal;
@@ -32,12 +33,9 @@ mod usage;
 
 use std::cell::RefCell;
 use std::future::pending;
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use memfit_engine::bytes::Bytes;
 use memfit_engine::share::lease::ClientId;
 use serde_json::json;
 use tokio::net::UnixListener;
@@ -47,22 +45,8 @@ use tokio::task::{LocalSet, spawn_local};
 use crate::error::Failure;
 pub(crate) use capacity::read as read_capacities;
 pub(crate) use log::Log;
+pub(crate) use options::Options;
 use server::Server;
-
-/// What a broker is started with.
-#[derive(Debug, Clone)]
-pub(crate) struct Options {
-    /// Where to listen.
-    pub(crate) socket: PathBuf,
-    /// What to grant.
-    pub(crate) devices: Vec<(String, Bytes)>,
-    /// Where to answer Prometheus.
-    pub(crate) metrics: Option<SocketAddr>,
-    /// Whether to grant no more than is free, by whom ever the rest is taken.
-    pub(crate) only_free: bool,
-    /// How long grants are held back after a restart for clients to come back.
-    pub(crate) grace_ms: u64,
-}
 
 /// Serves until it is told to stop.
 pub(crate) fn run(options: &Options, log: Log) -> Result<(), Failure> {

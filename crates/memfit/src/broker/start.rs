@@ -18,10 +18,10 @@ use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 use tokio::net::UnixListener;
 
-use super::Options;
 use super::devices::Devices;
 use super::journal::{Found, Journal, Known};
 use super::log::Log;
+use super::options::Options;
 use super::server::{Client, Server};
 use crate::boot::{self, milliseconds};
 use crate::error::Failure;

@@ -1,6 +1,6 @@
 //! `memfit calibrate`: what was measured, the smallest and the largest size of each op.
 
-use super::section;
+use super::sections::section;
 use crate::printer::Palette;
 use crate::report::calibration::{CalibrateDocument, MeasuredSize};
 use crate::report::table::{Align, Table};

@@ -3,7 +3,7 @@
 use memfit_engine::bytes::Bytes;
 
 use super::devices::rooms;
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::comparison::Agreement;
 use crate::report::doctor::{

@@ -8,7 +8,7 @@ use memfit_engine::explain::{
     OutOfMemory, Owner, Pattern, PinnedSegment, StepSource,
 };
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table, bar};
 use crate::report::words;

@@ -2,7 +2,7 @@
 
 use memfit_engine::plan::{Front, FrontPoint};
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::front::sentences;
 use crate::report::table::{Align, Table, bar};

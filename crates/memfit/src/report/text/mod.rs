@@ -16,6 +16,7 @@ mod prediction;
 mod pruning;
 mod ps;
 mod replay;
+mod sections;
 mod trace;
 mod tracked;
 mod verify;
@@ -85,24 +86,4 @@ pub fn of_track(json: &str) -> Result<String, String> {
     let document: TrackDocument =
         serde_json::from_str(json).map_err(|error| format!("the record is not valid: {error}"))?;
     Ok(track(&document, Palette::PLAIN))
-}
-
-/// A heading and its table or text, set apart by an empty line; nothing when there is no body.
-fn section(text: &mut String, heading: &str, body: &str, palette: Palette) {
-    if body.is_empty() {
-        return;
-    }
-    text.push('\n');
-    text.push_str(&palette.strong(heading));
-    text.push('\n');
-    text.push_str(body);
-}
-
-/// One indented line for each sentence.
-fn indented(sentences: &[String]) -> String {
-    let mut text = String::new();
-    for sentence in sentences {
-        text.extend(["  ", sentence, "\n"]);
-    }
-    text
 }

@@ -2,7 +2,7 @@
 
 use memfit_engine::oom_message::{Kind, OomMessage, OomMessages};
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::words;

@@ -3,7 +3,7 @@
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{ActionSummary, Class, Verdict};
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::document::PlanDocument;
 use crate::report::table::{Align, Table};

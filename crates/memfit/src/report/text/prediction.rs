@@ -4,7 +4,7 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::Verdict;
 use memfit_engine::predict::{GpuFit, Prediction, Share, WideReason, WideTensors};
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table, bar, sparkline};
 use crate::report::words;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use memfit_engine::bytes::Bytes;
 
-use super::section;
+use super::sections::section;
 use crate::printer::Palette;
 use crate::report::pruning::{ModelFacts, PruneDocument, PrunedGroup, StayingParameters};
 use crate::report::table::{Align, Table};

@@ -1,6 +1,6 @@
 //! `memfit replay`: what other allocator settings would have done.
 
-use super::section;
+use super::sections::section;
 use crate::printer::Palette;
 use crate::report::document::{ReplayDocument, ReplayedCount, ReplayedDevice, ReplayedSettings};
 use crate::report::table::{Align, Table};

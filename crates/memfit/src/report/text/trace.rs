@@ -1,6 +1,6 @@
 //! `memfit show` on a trace: what was recorded and what is in it.
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::document::TraceDocument;
 use crate::report::table::{Align, Table};

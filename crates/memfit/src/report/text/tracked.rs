@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{ActionKind, ActionSummary, Class};
 
-use super::{indented, section};
+use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{

@@ -4,7 +4,7 @@ use memfit_engine::bytes::Bytes;
 use memfit_engine::plan::{ActionKind, ActionSummary, Verdict};
 
 use super::plan::actions;
-use super::section;
+use super::sections::section;
 use crate::printer::Palette;
 use crate::report::approximation::Approximation;
 use crate::report::comparison::{Agreement, Comparison};
