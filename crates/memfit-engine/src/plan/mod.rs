@@ -1,11 +1,11 @@
 //! What to do so that a step fits, and the promise that comes with it.
 //!
-//! Responsible for the request and the plan (`request.rs`, `document.rs`, `action.rs`, `instructions.rs`, `promise.rs`), for
-//! the techniques (`technique/`), for the choice among
-//! them (`choose.rs`, `combinations.rs`), the search within one combination of them (`search/`), the lower bound
-//! (`bound/`), the front over all budgets (`front.rs`), the conversation in which planning asks for what it needs
-//! (`session.rs`, `trace_requests.rs`) and the check every plan passes before anyone sees it (`validate.rs`). Not responsible for what a plan
-//! does to memory ([`crate::step`]) or for carrying it out (the Python package).
+//! Responsible for the request and the plan (`request.rs`, `document.rs`, `action.rs`, `instructions.rs`, `promise.rs`),
+//! for the techniques (`technique/`), for the choice among them (`choose.rs`, `combinations.rs`, `solve.rs`), the search
+//! within one combination of them (`search/`), the lower bound (`bound/`), the front over all budgets (`front.rs`), the
+//! conversation in which planning asks for what it needs (`session.rs`, `trace_requests.rs`) and the check every plan
+//! passes before anyone sees it (`validate.rs`). Not responsible for what a plan does to memory ([`crate::step`]) or for
+//! carrying it out (the Python package).
 
 mod action;
 mod actions;
