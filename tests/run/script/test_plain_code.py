@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,3 +145,39 @@ def test_what_surrounds_a_function_and_what_a_module_holds_may_reach_out():
     hooked = nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
     assert "forward hook" in more_than_computing(nn.Sequential(hooked))
+
+
+@dataclass
+class Numbers:
+    width: int = 4
+    name: str = "small"
+
+
+@dataclass
+class Counting(Numbers):
+    calls: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Deciding(Numbers):
+    def chosen(self):
+        return random.random() < 1
+
+
+@pytest.mark.parametrize(
+    ("held", "is_plain"),
+    [
+        (Numbers(), True),
+        (SimpleNamespace(width=4, kind=torch.float32), True),
+        (argparse.Namespace(lr=0.1, resume=None), True),
+        (Counting(), False),
+        (Deciding(), False),
+        (SimpleNamespace(log=print), False),
+        (random.Random(0), False),
+    ],
+)
+def test_a_configuration_of_constants_leads_nowhere(held, is_plain):
+    model = Plain()
+    model.config = held
+    said = more_than_computing(model)
+    assert said == "" if is_plain else "holds `config`" in said

@@ -256,6 +256,57 @@ def _strict(folder: Path, budget: str, code: str, *options: str) -> Ran:
     return ran
 
 
+def test_the_smallest_budget_to_ask_for_has_room_for_what_runs_between_steps(tmp_path: Path):
+    """A frozen teacher, whose forward takes more than any step of the student."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64))
+    student = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+    optimizer = torch.optim.SGD(student.parameters(), 0.01)
+    for _ in range(5):
+        x = torch.randn(512, 64)
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = (student(x) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    first = inline(tmp_path, "3MiB", code, "--no-offload")
+    assert not first.fitting["verdict"]["kept"]
+    (loop,) = first.loops
+    least = loop["plan"]["minimum_budget_bytes"]
+    (tmp_path / "again").mkdir()
+    again = inline(tmp_path / "again", str(least), code, "--no-offload")
+    assert again.fitting["verdict"]["kept"], again.stderr
+
+
+def test_modules_inside_a_model_that_trains_are_not_listed(tmp_path: Path):
+    code = """
+    import torch
+    from torch import nn
+    from torch.nn.utils.parametrizations import spectral_norm
+
+    torch.manual_seed(0)
+    layer = lambda: (spectral_norm(nn.Linear(128, 128)), nn.GELU())
+    model = nn.Sequential(*[it for _ in range(4) for it in layer()])
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(5):
+        loss = model(torch.randn(1024, 128)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "6MiB", code)
+    assert [loop["models"] for loop in ran.loops] == [["Sequential"]]
+    assert "ParametrizationList" not in ran.stderr
+
+
 def test_strict_stops_before_a_step_that_no_plan_fits(tmp_path: Path):
     steps = "    for rows in (64, 64, 2048, 2048): step(rows)"
     ran = _strict(tmp_path / "run", "13MiB", textwrap.dedent(STEPS + steps))

@@ -233,10 +233,19 @@ class Loop:
         return True
 
     @property
+    def has_stepped(self) -> bool:
+        """Whether a step came to its end."""
+        return any(count.steps for count in self.counts.values())
+
+    @property
     def may_train(self) -> bool:
         """Whether steps update the model, or it is not known yet that they do not."""
-        has_stepped = any(count.steps for count in self.counts.values())
-        return has_stepped or not self.recordings.some_are_given_up
+        return self.has_stepped or not self.recordings.some_are_given_up
+
+    def is_part_of(self, other: Loop) -> bool:
+        """Whether the model is inside another loop's."""
+        root, whole = self._root(), other._root()
+        return root is not None and whole is not None and root in set(whole.modules())
 
     def rest(self) -> None:
         """Let go of the model until the next pass."""

@@ -6,6 +6,7 @@ are shown (:mod:`memfit.run.script.script`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from memfit import _native
@@ -92,11 +93,29 @@ def _least_budget_bytes(loop: Loop, plan: Plan, planned: PlannedStep | None) -> 
     return max(least, loop.counts["observed"].peak_bytes)
 
 
-def described(loop: Loop) -> dict[str, Any]:
+def without_parts(loops: Sequence[Loop]) -> list[Loop]:
+    """Loops but those of modules that never trained by themselves, where the model around them did.
+
+    ``spectral_norm`` calls the parametrization that it registers, for one.
+
+    Args:
+        loops: The loops.
+    """
+    trained = [loop for loop in loops if loop.has_stepped]
+    idle = [
+        loop
+        for loop in loops
+        if not loop.has_stepped and any(loop.is_part_of(other) for other in trained)
+    ]
+    return [loop for loop in loops if loop not in idle]
+
+
+def described(loop: Loop, between_peak_bytes: int) -> dict[str, Any]:
     """A loop for the record, in the program's words.
 
     Args:
         loop: The loop.
+        between_peak_bytes: Most bytes live at once between passes: no smaller budget is kept.
     """
     latest = loop.plans.all[-1] if loop.plans else None
     return {
@@ -108,7 +127,7 @@ def described(loop: Loop) -> dict[str, Any]:
         "observed": _counted(loop, "observed"),
         "planned": _counted(loop, "planned"),
         "unplanned": _counted(loop, "unplanned"),
-        "plan": None if latest is None else _plan_described(loop, latest),
+        "plan": None if latest is None else _plan_described(loop, latest, between_peak_bytes),
         "replans": loop.replans,
         "divergence": loop.divergence or None,
         "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],
@@ -141,7 +160,7 @@ def _counted(loop: Loop, kind: Any) -> dict[str, int]:
     return {"steps": count.steps, "peak_bytes": count.peak_bytes}
 
 
-def _plan_described(loop: Loop, planned: PlannedStep) -> dict[str, Any]:
+def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dict[str, Any]:
     plan, whole = planned.plan, planned.unplanned_peak_bytes
     update_bytes = loop.placing.update_bytes
     more = planned.rounding_bytes  # plans keep it free; it was not there
@@ -155,7 +174,7 @@ def _plan_described(loop: Loop, planned: PlannedStep) -> dict[str, Any]:
         "minimum_peak_bytes": None if plan.fits or lowest <= plan.budget_bytes else lowest,
         "minimum_budget_bytes": None
         if plan.fits
-        else max(_least_budget_bytes(loop, plan, planned), update_bytes),
+        else max(_least_budget_bytes(loop, plan, planned), update_bytes, between_bytes),
         "predicted_step_ratio": plan.predicted_step_ratio,
         "may_round": planned.step.may_round,
         "actions": [

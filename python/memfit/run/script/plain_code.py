@@ -12,11 +12,20 @@ a proof, which shows whether the code changes that.
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import dis
 import math
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from dataclasses import is_dataclass
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import torch
@@ -103,7 +112,27 @@ def _is_copied(value: Any) -> bool:
         return all(map(_is_copied, value))
     if isinstance(value, dict):
         return all(map(_is_copied, value.values()))
+    if _is_record(type(value)):
+        return all(isinstance(it, (*_CONSTANTS, torch.Size)) for it in vars(value).values())
     return isinstance(value, _HELD) or _is_torchs(value)
+
+
+def _is_record(kind: type) -> bool:
+    """Whether a class does nothing but hold values by name, as configurations do."""
+    if kind in {SimpleNamespace, argparse.Namespace}:
+        return True
+    if not is_dataclass(kind) or not getattr(kind, "__dictoffset__", 0):
+        return False
+    held = (value for base in kind.__mro__[:-1] for value in vars(base).values())
+    return all(map(_is_made_by_python, held))
+
+
+def _is_made_by_python(value: Any) -> bool:
+    """Whether something in a class is a constant, or what Python puts there by itself."""
+    if isinstance(value, FunctionType):
+        place = value.__code__.co_filename
+        return place == "<string>" or is_library(place)
+    return isinstance(value, GetSetDescriptorType) or not hasattr(type(value), "__get__")
 
 
 def _reason(function: Any, known: set[CodeType]) -> str:

@@ -43,7 +43,7 @@ from memfit.run.script.fused import USED_GRADIENTS
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
-from memfit.run.script.loop_report import described, found, unplanned
+from memfit.run.script.loop_report import described, found, unplanned, without_parts
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.parameter_uses import ParameterUses
 from memfit.run.script.passes import ObservedPass
@@ -515,7 +515,10 @@ class AdoptedScript:
             "verdict": verdict,
             "stopped": stopped or (over and self._strict is not None),
             "refusal": self._refusal or None,
-            "loops": [described(loop) for loop in self._loops],
+            "loops": [
+                described(loop, self._kept.between_peak_bytes)
+                for loop in without_parts(self._loops)
+            ],
         }
 
     # Passes

@@ -80,6 +80,7 @@ class BudgetKept:
         budget_bytes: The budget; 0 while it is a percentage of a step that nobody knows yet.
         worst: The stretch that was furthest above it; ``None`` while all were within.
         peak_bytes: The highest peak of all stretches.
+        between_peak_bytes: That of those between passes: no plan of a step lowers it.
     """
 
     def __init__(self, written: str, say: Callable[[str], None]) -> None:
@@ -92,6 +93,7 @@ class BudgetKept:
         self.budget_bytes = 0 if "%" in written else _native.parse_budget(written, 0)
         self.worst: Over | None = None
         self.peak_bytes = 0
+        self.between_peak_bytes = 0
         self._say = say
         self._said: set[str] = set()
         self._earlier: list[Over] = []
@@ -152,6 +154,8 @@ class BudgetKept:
             stretch: Its peak, and what would be the cause if that is over the budget.
         """
         self.peak_bytes = max(self.peak_bytes, stretch.peak_bytes)
+        if stretch.stretch == BETWEEN:
+            self.between_peak_bytes = max(self.between_peak_bytes, stretch.peak_bytes)
         if self.budget_bytes:
             self._judge(stretch)
         else:
