@@ -276,12 +276,12 @@ def test_the_smallest_budget_to_ask_for_has_room_for_what_runs_between_steps(tmp
         optimizer.step()
         print(repr(loss.item()))
     """
-    first = inline(tmp_path, "3MiB", code, "--no-offload")
+    first = inline(tmp_path, "3MiB", code)
     assert not first.fitting["verdict"]["kept"]
     (loop,) = first.loops
     least = loop["plan"]["minimum_budget_bytes"]
     (tmp_path / "again").mkdir()
-    again = inline(tmp_path / "again", str(least), code, "--no-offload")
+    again = inline(tmp_path / "again", str(least), code)
     assert again.fitting["verdict"]["kept"], again.stderr
 
 

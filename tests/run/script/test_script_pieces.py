@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ran import Ran, inline
 
 HEAD = """
@@ -258,3 +259,41 @@ def test_the_batch_of_a_call_that_may_not_run_in_pieces_goes_with_its_step(tmp_p
     assert ran.fitting["verdict"]["kept"], ran.stderr
     (loop,) = ran.loops
     assert loop["plan"]["fits"]
+
+
+TEACHER = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(64, 4096), {layer}, nn.Linear(4096, 64))
+    student = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64))
+    optimizer = torch.optim.SGD(student.parameters(), 0.01)
+    for _ in range(5):
+        x = torch.randn(512, 64)
+        with torch.no_grad():
+            wanted = teacher(x)
+        loss = (student(x) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{{loss.item():.5f}}")
+"""
+
+
+@pytest.mark.parametrize("layer", ["nn.GELU()", "nn.Dropout()"])
+def test_a_frozen_teacher_runs_on_pieces_of_its_batch(tmp_path: Path, layer: str):
+    """With the same draws where it draws: what it prints is compared with the plain script's."""
+    code = TEACHER.format(layer=layer)
+    ran = inline(tmp_path, "8MiB", code, fitting=("--allow", "equivalent"))
+    assert ran.fitting["verdict"]["kept"] is (layer == "nn.GELU()"), ran.stderr
+    (loop,) = ran.loops
+    note = "forwards of models that no step trains, on pieces of their batch: 5"
+    assert note in loop["notes"]
+
+
+def test_a_teacher_whose_items_are_not_apart_runs_whole(tmp_path: Path):
+    code = TEACHER.format(layer="nn.BatchNorm1d(4096)")
+    ran = inline(tmp_path, "8MiB", code, fitting=("--allow", "equivalent"))
+    assert not ran.fitting["verdict"]["kept"]
+    assert not any("on pieces of their batch" in note for note in ran.loops[0]["notes"])

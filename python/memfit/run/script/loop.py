@@ -242,11 +242,6 @@ class Loop:
         """Whether steps update the model, or it is not known yet that they do not."""
         return self.has_stepped or not self.recordings.some_are_given_up
 
-    def is_part_of(self, other: Loop) -> bool:
-        """Whether the model is inside another loop's."""
-        root, whole = self._root(), other._root()
-        return root is not None and whole is not None and root in set(whole.modules())
-
     def rest(self) -> None:
         """Let go of the model until the next pass."""
         for planned in self.plans:

@@ -101,13 +101,9 @@ def without_parts(loops: Sequence[Loop]) -> list[Loop]:
     Args:
         loops: The loops.
     """
-    trained = [loop for loop in loops if loop.has_stepped]
-    idle = [
-        loop
-        for loop in loops
-        if not loop.has_stepped and any(loop.is_part_of(other) for other in trained)
-    ]
-    return [loop for loop in loops if loop not in idle]
+    wholes = [loop.root for loop in loops if loop.has_stepped]
+    inside = {part for whole in wholes if whole is not None for part in whole.modules()}
+    return [loop for loop in loops if loop.has_stepped or loop.root not in inside]
 
 
 def described(loop: Loop, between_peak_bytes: int) -> dict[str, Any]:

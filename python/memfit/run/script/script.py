@@ -55,6 +55,7 @@ from memfit.run.script.roots import Roots, makes_graph
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
+from memfit.run.script.untrained import UntrainedModels
 from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
 from memfit.track.owners import instances
@@ -127,6 +128,7 @@ class AdoptedScript:
         self._in_update = contextlib.ExitStack()
         self._unplanned: set[str] = set()
         self._evaluation = contextlib.ExitStack()
+        self._untrained = UntrainedModels(request)
         self._stepping = self._uncollected = 0
         self._steps_inside = False
         self._thread = threading.get_ident()
@@ -252,8 +254,7 @@ class AdoptedScript:
 
         Their state may be there, read from a file.
         """
-        has_stepped = any(count.steps for count in loop.counts.values())
-        is_known = has_stepped and loop.placing.updated_by(self._optimizers)
+        is_known = loop.has_stepped and loop.placing.updated_by(self._optimizers)
         return self._optimizers if is_known else self._made
 
     def _lean_ops_of(self, loop: Loop | None) -> contextlib.AbstractContextManager[None]:
@@ -277,6 +278,8 @@ class AdoptedScript:
             in_step = self._current is not None
             self._evaluation.enter_context(loop.evaluation(call, in_step=in_step))
             self._files.gradients.parameters_went()
+        elif self._current is None and not self._refusal:
+            self._evaluation.enter_context(self._untrained.forward(call, self._kept.budget_bytes))
 
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
@@ -336,8 +339,7 @@ class AdoptedScript:
         is_by_hand = not accumulates and current.running.in_forward
         if is_by_hand or creates_graph:
             self._end_pass()
-            has_stepped = any(count.steps for count in current.loop.counts.values())
-            if has_stepped and not creates_graph:
+            if current.loop.has_stepped and not creates_graph:
                 current.loop.notes[BY_HAND] = None  # its steps are others, as where a test adapts
             else:
                 self._refuse(
@@ -508,6 +510,8 @@ class AdoptedScript:
         self._parameter_uses.leave()
         for loop in self._loops:
             loop.end()
+        for loop in self._loops[:1]:
+            loop.notes.update(dict.fromkeys(self._untrained.notes()))
         verdict = self._kept.verdict()
         over = verdict is not None and not verdict["kept"]
         return {
