@@ -261,6 +261,29 @@ def test_the_batch_of_a_call_that_may_not_run_in_pieces_goes_with_its_step(tmp_p
     assert loop["plan"]["fits"]
 
 
+def test_more_pieces_are_tried_where_the_script_comes_to_hold_more(tmp_path: Path):
+    code = """
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    held = []
+    for step in range(9):
+        if step == 4:
+            held = [torch.zeros(1 << 20) for _ in range(2)]
+        x, y = torch.randn(rows, 3, width, width), torch.randint(0, 10, (rows,))
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for one in held:
+            one.add_(1.0)
+        print(f"{loss.item():.3f}")
+    """
+    ran = allowed(tmp_path, "16MiB", HEAD + NET + code)
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert actions_of(ran.loops[0]) == ["micro_batch"]
+
+
 TEACHER = """
     import torch
     from torch import nn

@@ -379,7 +379,9 @@ class Loop:
         diverged = self.recordings.has_left_plan(key)
         planned = self.plans.chosen(key, outside, self._planning(outside), diverged=diverged)
         outside = planned.besides(outside)
-        self._make_room(planned, outside)
+        self._make_room(planned, outside, call)
+        if self.ways.asks_for_more(key) and self._must_observe(key):
+            return self._observe(key, call, own)
         self._require_fits(planned, outside)
         is_safe = self.recordings.is_again(key) and planned.is_safe_as_recorded
         gives_way = self.need.is_of_others and planned.may_run_as_recorded
@@ -678,12 +680,12 @@ class Loop:
 
         return planning
 
-    def _make_room(self, planned: PlannedStep, outside: int) -> None:
+    def _make_room(self, planned: PlannedStep, outside: int, call: Call) -> None:
         """Plan a step again where the script holds so much more that it would no longer fit.
 
-        Also where it holds less and the step did not fit, and once, where that helps, when it is
-        known how much of what a step leaves behind (its loss, the model's output) goes while the
-        next one runs forward.
+        Where it does not fit then, another way to run it may. It is planned again also where the
+        script holds less and it did not fit, and once, where that helps, when it is known how much
+        of what a step leaves behind (its loss, the model's output) goes during the next forward.
         """
         helps = planned.learns_what_passes()
         if not (helps or planned.asks_for_another(outside)) or self.replans >= MAX_REPLANS:
@@ -693,6 +695,8 @@ class Loop:
         made = planned.step.plan(within, outside, planned.goes)
         planned.take(made, outside)
         self._budget = made.budget_bytes
+        if not made.fits:
+            self._consider_ways(planned, made, planned.step.pieces, call)
         self._on_plan(self, made)
 
     def _outside_bytes(self, call: Call, optimizers: Iterable[Optimizer]) -> int:
