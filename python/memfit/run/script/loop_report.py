@@ -165,7 +165,9 @@ def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dic
         "budget_bytes": plan.budget_bytes,
         "fits": plan.fits,
         "unplanned_peak_bytes": None if whole is None else max(whole - more, update_bytes),
-        "predicted_peak_bytes": max(plan.planned.predicted_peak_bytes - more, update_bytes),
+        "predicted_peak_bytes": planned.recorded_peak_bytes
+        if planned.runs_as_recorded
+        else max(plan.planned.predicted_peak_bytes - more, update_bytes),
         # With what is kept free it does not fit; without, it is no reason why.
         "minimum_peak_bytes": None if plan.fits or lowest <= plan.budget_bytes else lowest,
         "minimum_budget_bytes": None
@@ -175,6 +177,6 @@ def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dic
         "may_round": planned.step.may_round,
         "actions": [
             {"kind": action.kind, "count": action.count, "bytes": action.bytes}
-            for action in plan.actions
+            for action in (() if planned.runs_as_recorded else plan.actions)
         ],
     }
