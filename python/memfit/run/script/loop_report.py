@@ -101,7 +101,8 @@ def without_parts(loops: Sequence[Loop]) -> list[Loop]:
     Args:
         loops: The loops.
     """
-    wholes = [loop.root for loop in loops if loop.has_stepped]
+    trained = [loop for loop in loops if loop.has_stepped]
+    wholes = [whole for loop in trained for whole in (loop.root, *loop.partners)]
     inside = {part for whole in wholes if whole is not None for part in whole.modules()}
     return [loop for loop in loops if loop.has_stepped or loop.root not in inside]
 
