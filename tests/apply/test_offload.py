@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dropout_blocks import Stack, compare, once
 from handmade import chain, record
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,32 +28,6 @@ from memfit.workload import Workload
 ROWS, WIDTH = 64, 256
 MATRIX = ROWS * WIDTH * 4
 """Bytes of one activation of the chain below."""
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x):
-        h = nn.functional.gelu(self.up(self.norm(x)))
-        return x + nn.functional.dropout(self.down(h), 0.25)
-
-
-class Stack(nn.Module):
-    """Three blocks; the second is called twice."""
-
-    def __init__(self, wrap=lambda block, x: block(x)):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.wrap = wrap
-
-    def forward(self, x):
-        for index in (0, 1, 1, 2):
-            x = self.wrap(self.blocks[index], x)
-        return x.pow(2).mean()
 
 
 @pytest.fixture
@@ -77,25 +52,6 @@ def store_all(tier):
         return Rematerialiser(model, None, offload, tier)
 
     return make
-
-
-def once(model, forward, context, backward=lambda loss: loss.backward()):
-    model.zero_grad()
-    torch.manual_seed(3)
-    with context:
-        loss = forward()
-    backward(loss)
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [loss.detach(), *gradients, torch.get_rng_state()]
-
-
-def compare(model, forward, planned, backward=lambda loss: loss.backward()):
-    """Gradients and loss with and without the plan are the same bits."""
-    expected = once(model, forward, contextlib.nullcontext(), backward)
-    got = once(model, forward, planned.forward(), backward)
-    for a, b in zip(expected, got, strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
-    return planned.outcome()
 
 
 def peak_of(forward, x, planned):

@@ -43,20 +43,21 @@ def gradients(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+def once(model, forward, context, backward=lambda loss: loss.backward()):
+    """Loss, gradients and random state of one step whose forward runs inside a context."""
+    model.zero_grad()
+    torch.manual_seed(3)
+    with context:
+        loss = forward()
+    backward(loss)
+    return [loss.detach(), *gradients(model), torch.get_rng_state()]
+
+
 def compare(model, forward, remat=None, backward=lambda loss: loss.backward(), drop=lambda _: True):
     """Gradients and loss with and without the plan are the same bits."""
-
-    def once(context):
-        model.zero_grad()
-        torch.manual_seed(3)
-        with context:
-            loss = forward()
-        backward(loss)
-        return [loss.detach(), *gradients(model), torch.get_rng_state()]
-
-    expected = once(contextlib.nullcontext())
+    expected = once(model, forward, contextlib.nullcontext(), backward)
     remat = remat or Rematerialiser(model, record(model, forward).remat(drop))
-    got = once(remat.forward())
+    got = once(model, forward, remat.forward(), backward)
     for a, b in zip(expected, got, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
     return remat.outcome()
