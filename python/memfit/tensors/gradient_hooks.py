@@ -6,6 +6,9 @@ gradient of an activation's row is the same whatever other rows are there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from memfit.tensors.optimizers import is_of_memfit
@@ -27,15 +30,34 @@ def gradient_hooks(model: nn.Module) -> str | None:
     return None
 
 
-def forward_hooks(model: nn.Module, *, own: bool) -> str | None:
+def forward_hooks(model: nn.Module, *, own: bool, ours: bool = True) -> str | None:
     """Why a forward must not run in pieces; ``None`` where no hook would see them.
 
     Args:
         model: The model.
-        own: Whether its own hooks count, besides those of modules inside it.
+        own: Whether its own hooks count as well as those of modules inside it.
+        ours: Whether memfit's count: a plan's are in place while a step runs by it.
     """
+    everywhere = nn.modules.module
+
+    def are_counted(*kinds: Mapping[int, Any]) -> bool:
+        return any(ours or not is_of_memfit(hook) for kind in kinds for hook in kind.values())
+
+    if are_counted(everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
+        return "all modules have a forward hook, which would see each piece"
     for name, module in model.named_modules():
-        hooks = module._forward_hooks or module._forward_pre_hooks
-        if hooks and (own or module is not model):
+        if not own and module is model:
+            continue
+        if are_counted(module._forward_hooks, module._forward_pre_hooks):
             return f"`{name or 'the model'}` has a forward hook, which would see each piece"
     return None
+
+
+def own_forwards(model: nn.Module) -> frozenset[str]:
+    """Names of modules inside that have a ``forward`` of their own, other than memfit's.
+
+    Args:
+        model: The model.
+    """
+    held = ((name, vars(it).get("forward")) for name, it in model.named_modules() if name)
+    return frozenset(name for name, it in held if it is not None and not is_of_memfit(it))

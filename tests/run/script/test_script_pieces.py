@@ -320,3 +320,69 @@ def test_a_teacher_whose_items_are_not_apart_runs_whole(tmp_path: Path):
     ran = inline(tmp_path, "8MiB", code, fitting=("--allow", "equivalent"))
     assert not ran.fitting["verdict"]["kept"]
     assert not any("on pieces of their batch" in note for note in ran.loops[0]["notes"])
+
+
+LATE = {
+    "a hook": "{layer}.register_forward_hook(lambda m, a, o: seen.append(tuple(o.shape)))",
+    "a forward": "{layer}.forward = (lambda x, f={layer}.forward: seen.append(len(x)) or f(x))",
+    "a hook on all modules": "nn.modules.module.register_module_forward_hook("
+    "lambda m, a, o: seen.append(len(o)) if m is {layer} else None)",
+}
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_what_comes_to_see_a_forward_later_sees_it_whole(tmp_path: Path, late: str):
+    """A teacher's layer and one of the model that trains: what they saw is printed."""
+    code = """
+    seen = []
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(32, 4096), nn.GELU(), nn.Linear(4096, 10))
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(7):
+        if step == 4:
+            TEACHERS
+            NETS
+        with torch.no_grad():
+            wanted = teacher(torch.randn(512, 32)).mean(0)
+        x = torch.randn(rows, 3, width, width)
+        loss = (net(x) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.3f}")
+    print(seen)
+    """
+    code = code.replace("TEACHERS", late.format(layer="teacher[0]"))
+    ran = allowed(
+        tmp_path, "14MiB", HEAD + NET + code.replace("NETS", late.format(layer="net.conv[1]"))
+    )
+    notes = [note for loop in ran.loops for note in loop["notes"]]
+    assert "forwards of models that no step trains, on pieces of their batch: 5" in notes
+    assert "the batch in" in ran.stderr, "the model that trains ran on pieces at first"
+
+
+@pytest.mark.parametrize("held", ["SimpleNamespace(calls=0)", "argparse.Namespace(calls=0)"])
+def test_a_configuration_that_a_call_writes_to_keeps_its_batch_whole(tmp_path: Path, held: str):
+    code = """
+    import argparse
+    from types import SimpleNamespace
+
+    class Counts(Net):
+        def __init__(self):
+            super().__init__()
+            self.config = HELD
+
+        def forward(self, x):
+            config = self.config
+            calls = config.calls + 1
+            config.calls = calls
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    net = Counts()
+    train(net, lambda net, x, y: nn.functional.cross_entropy(net(x), y))
+    print(net.config.calls)
+    """
+    ran = allowed(tmp_path, "24MiB", HEAD + NET + code.replace("HELD", held))
+    assert "micro_batch" not in actions_of(ran.loops[0])

@@ -20,6 +20,7 @@ from memfit.apply.pieces.call import Pieces
 from memfit.apply.proven_ops import LeftProof, Proof
 from memfit.apply.replaced import replaced
 from memfit.errors import UsageError
+from memfit.tensors.gradient_hooks import forward_hooks, own_forwards
 
 
 class InPieces(Part):
@@ -47,6 +48,7 @@ class InPieces(Part):
             raise UsageError(message) from error
         self._pieces = Pieces(model, count, cut, draws, proof, loss)
         self._held = weakref.ref(model)
+        self._own_forwards = own_forwards(model)
         self._left = ""
 
     @property
@@ -66,9 +68,20 @@ class InPieces(Part):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
+                self._require_unseen()
                 return self._pieces.run(whole, args, kwargs)
             except LeftProof as left:
                 self._left = self._left or str(left)
                 return whole(*args, **kwargs)
 
         return replaced(borrowed(self._held), forward)
+
+    def _require_unseen(self) -> None:
+        """Leave the proof where something sees pieces that came after it, as a hook does."""
+        model = borrowed(self._held)
+        others = sorted(own_forwards(model) - self._own_forwards)
+        reason = forward_hooks(model, own=False, ours=False)
+        if others and reason is None:
+            reason = f"`{others[0]}` has a `forward` of its own, which would see each piece"
+        if reason is not None:
+            raise LeftProof(reason)

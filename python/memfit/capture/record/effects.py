@@ -11,6 +11,7 @@ installed packages is taken to change nothing but the modules and objects that i
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import itertools
@@ -19,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ _LONGEST = 256
 
 _SMALL_BYTES = 1 << 16
 """Up to this size the bytes of a tensor are compared: some kernels write without a trace."""
+
+_HOLDERS = (nn.Module, SimpleNamespace, argparse.Namespace)
+"""Objects of torch's and Python's own classes that a script keeps things in."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -217,7 +221,7 @@ def _parts(thing: Any) -> Iterator[tuple[Any, Any]]:
         if not _is_installed(thing.__module__):
             yield from vars(thing).items()
             yield from enumerate(thing.__bases__)
-    elif isinstance(thing, nn.Module) or not _is_of_torch_or_older(type(thing).__module__):
+    elif isinstance(thing, _HOLDERS) or not _is_of_torch_or_older(type(thing).__module__):
         yield "class", type(thing)
         yield from getattr(thing, "__dict__", {}).items()
 

@@ -28,6 +28,7 @@ from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest
 from memfit.run.script.sizes import kind_of, most_growth
+from memfit.tensors.gradient_hooks import own_forwards
 
 MOST_TRIES = 3
 """Numbers of pieces that are recorded for one step."""
@@ -119,6 +120,9 @@ class PiecesOfBatch:
             live_bytes: What is there now.
             budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
         """
+        others = sorted(own_forwards(model)) if kind_of(key) in self._kinds else []
+        if others:  # it came since the model's code was read
+            self.refuse(f"`{others[0]}` has a `forward` of its own by now")
         if kind_of(key) in self._kinds or not budget_bytes:
             return
         if self._fits_whole(key, model, inputs, int(CLEARLY * budget_bytes) - live_bytes):
