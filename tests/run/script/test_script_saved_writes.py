@@ -49,15 +49,32 @@ MASKED = """
 """
 
 
-@pytest.mark.parametrize("words", [(), ("strays",), ("after",)])
-@pytest.mark.parametrize(
-    ("budget", "offload"), [("10GiB", None), ("70%", None), ("45%", None), ("60%", "chosen")]
-)
+WORDS = pytest.mark.parametrize("words", [(), ("strays",), ("after",)])
+
+
+@WORDS
+@pytest.mark.parametrize("budget", ["10GiB", "70%", "45%"])
 def test_backward_reads_what_a_write_to_a_saved_tensor_left(
-    tmp_path: Path, budget: str, offload: str | None, words: tuple[str, ...]
+    tmp_path: Path, budget: str, words: tuple[str, ...]
 ):
-    ran = inline(tmp_path, budget, MASKED, *words, offload=offload)
+    ran = inline(tmp_path, budget, MASKED, *words)
     [loop] = ran.loops
     assert loop["planned"]["steps"] >= 3
     if budget != "10GiB":
         assert loop["plan"]["actions"]
+
+
+@WORDS
+def test_it_does_so_from_where_the_tensor_is_offloaded(tmp_path: Path, words: tuple[str, ...]):
+    ran = inline(tmp_path, "75%", MASKED, *words, offload="chosen", fitting=("--forbid", "remat"))
+    [loop] = ran.loops
+    assert loop["planned"]["steps"] >= 3
+    assert "offload" in {action["kind"] for action in loop["plan"]["actions"]}
+
+
+@WORDS
+def test_it_does_so_where_steps_run_as_recorded(tmp_path: Path, words: tuple[str, ...]):
+    ran = inline(tmp_path, "60%", MASKED, *words, offload="chosen")
+    [loop] = ran.loops
+    assert loop["planned"]["steps"] >= 3
+    assert any("run as recorded" in note for note in loop["notes"])
