@@ -102,8 +102,8 @@ def without_parts(loops: Sequence[Loop]) -> list[Loop]:
         loops: The loops.
     """
     trained = [loop for loop in loops if loop.has_stepped]
-    wholes = [whole for loop in trained for whole in (loop.root, *loop.partners)]
-    inside = {part for whole in wholes if whole is not None for part in whole.modules()}
+    wholes = [it for loop in trained for it in (loop.root, *loop.partners) if it is not None]
+    inside = {part for whole in wholes for part in whole.modules() if part is not whole}
     return [loop for loop in loops if loop.has_stepped or loop.root not in inside]
 
 
