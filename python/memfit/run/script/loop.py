@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -131,11 +131,7 @@ class Loop:
         self.has_optimizer: bool | None = None
         self.refusal = model_refusal(root, self.device)
         self.plans = StepPlans()
-        self.counts: dict[Kind, Count] = {
-            "observed": Count(),
-            "planned": Count(),
-            "unplanned": Count(),
-        }
+        self.counts: dict[Kind, Count] = {kind: Count() for kind in get_args(Kind)}
         self.divergence = ""
         self.replans = 0
         self.notes: dict[str, None] = {}
@@ -681,11 +677,11 @@ class Loop:
         return planning
 
     def _make_room(self, planned: PlannedStep, outside: int, call: Call) -> None:
-        """Plan a step again where the script holds so much more that it would no longer fit.
+        """Plan a step again where the script holds so much more, or less, that it matters.
 
-        Where it does not fit then, another way to run it may. It is planned again also where the
-        script holds less and it did not fit, and once, where that helps, when it is known how much
-        of what a step leaves behind (its loss, the model's output) goes during the next forward.
+        And once, where that helps, when it is known how much of what a step leaves behind (its
+        loss, the model's output) goes during the next forward. What then does not fit may be
+        recorded in another way.
         """
         helps = planned.learns_what_passes()
         if not (helps or planned.asks_for_another(outside)) or self.replans >= MAX_REPLANS:
@@ -697,7 +693,8 @@ class Loop:
         self._budget = made.budget_bytes
         if not made.fits:
             self._consider_ways(planned, made, planned.step.pieces, call)
-        self._on_plan(self, made)
+        if not self._must_observe(call.key):  # else a better one may follow
+            self._on_plan(self, made)
 
     def _outside_bytes(self, call: Call, optimizers: Iterable[Optimizer]) -> int:
         """What is live on the device and not of the step."""
