@@ -186,14 +186,14 @@ def defining(module: Module, path: Names, seen: Seen = frozenset()) -> set[Path]
 
 
 def _below(module: Module, path: Names, seen: Seen) -> set[Path]:
-    """The same of a path into a module: what is not found there, a macro of that file made."""
+    """The same for a path into a module; an item that is not found there came from a macro."""
     is_known = bool(path) and path[0] in {*module.items, *module.children, *module.imports}
     found = _found(module, path, seen) if path else set()
     return found if found or is_known or not path else {module.file}
 
 
 def _found(module: Module, path: Names, seen: Seen) -> set[Path]:
-    """The same of a path whose first name is known in a module, if it is."""
+    """The same for a path that begins with a name known in the module; empty if it is not known."""
     name, rest = path[0], path[1:]
     if (module, path) in seen:
         return set()

@@ -24,7 +24,7 @@ pub struct Gpu {
     pub name: String,
     /// All of its memory.
     pub total_bytes: u64,
-    /// What is in use, by whom ever and for whatever: all that is not free.
+    /// What is in use, by any process: all that is not free.
     pub used_bytes: u64,
     /// The processes that NVML sees on it.
     pub processes: Vec<GpuProcess>,

@@ -26,7 +26,7 @@ const OF_DEVICES: [OfDevice; 5] = [
     ),
     (
         "device_used_bytes",
-        "Bytes in use, by whom ever.",
+        "Bytes in use, by any process.",
         |device| device.used_bytes,
     ),
 ];

@@ -29,7 +29,7 @@ const STEP: u64 = 1 << 20;
 struct Taken {
     /// Of the capacity, what is not granted.
     ungranted: Bytes,
-    /// What is free now, by whom ever it is granted.
+    /// What is free now, granted or not.
     free: Bytes,
     /// What holders were granted and have not taken yet.
     unused: Bytes,

@@ -14,7 +14,7 @@ pub(crate) struct Options {
     pub(crate) devices: Vec<(String, Bytes)>,
     /// Where to answer Prometheus.
     pub(crate) metrics: Option<SocketAddr>,
-    /// Whether to grant no more than is free, by whom ever the rest is taken.
+    /// Whether to grant no more than is free, whichever process took the rest.
     pub(crate) only_free: bool,
     /// How long grants are held back after a restart for clients to come back.
     pub(crate) grace_ms: u64,

@@ -1,4 +1,4 @@
-//! What is in use of each GPU, by whom ever: NVML, read in a thread of its own.
+//! What is in use of each GPU, by any process: NVML, read in a thread of its own.
 //!
 //! Responsible for reading only when somebody asks and at most once a second, and for holding the broker up
 //! no longer than [`PATIENCE`]: a driver may take seconds to open and may never answer. Not responsible for

@@ -43,7 +43,7 @@ pub struct DeviceStatus {
     pub occupied_bytes: Option<u64>,
     /// All memory of the device, granted by the broker or not; absent where it is unknown, as with older brokers.
     pub total_bytes: Option<u64>,
-    /// What is in use of that, by whom ever; likewise.
+    /// What is in use of that, by any process; likewise.
     pub used_bytes: Option<u64>,
 }
 

@@ -70,7 +70,7 @@ impl History {
     }
 }
 
-/// Devices and what is in use of each, by whom ever.
+/// Devices and what is in use of each, by any process.
 fn used(seen: &Seen) -> Vec<(String, u64)> {
     let pressure = &seen.pressure;
     let host = pressure.total_bytes.zip(pressure.available_bytes);

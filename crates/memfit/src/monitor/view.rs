@@ -73,7 +73,7 @@ pub(crate) struct DeviceRow {
     /// What its maker calls it.
     pub(crate) name: String,
     pub(crate) total_bytes: Option<Bytes>,
-    /// In use, by whom ever.
+    /// In use, by any process.
     pub(crate) used_bytes: Option<Bytes>,
     /// Granted by the broker, and what it may grant.
     pub(crate) granted_bytes: Option<Bytes>,

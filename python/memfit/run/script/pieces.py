@@ -118,7 +118,7 @@ class PiecesOfBatch:
             model: The model.
             inputs: What it is called with.
             live_bytes: What is there now.
-            budget_bytes: The budget; 0 where it is a part of a step that nobody knows yet.
+            budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
         others = sorted(own_forwards(model)) if kind_of(key) in self._kinds else []
         if others:  # it came since the model's code was read
@@ -192,7 +192,7 @@ class PiecesOfBatch:
             model: The model.
             inputs: What it is called with.
             live_bytes: What is there now.
-            budget_bytes: The budget; 0 where nobody knows it yet.
+            budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
         if not self._may_run_again(model) or not budget_bytes:
             return nullcontext()

@@ -42,7 +42,7 @@ class UntrainedModels:
 
         Args:
             call: The call.
-            budget_bytes: The budget; 0 where nobody knows it yet.
+            budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
         parameter = next(call.module.parameters(), None)
         if parameter is None or not budget_bytes or occupied():

@@ -128,6 +128,6 @@ pub(super) struct Updates {
     pub(super) places: Vec<(Place, u64)>,
     /// Those in order that have run.
     pub(super) ran: usize,
-    /// State that is there and is no allocation of the trace's own.
+    /// Optimizer state in memory that the trace holds no allocation for.
     pub(super) state_bytes: u64,
 }
