@@ -128,7 +128,8 @@ def test_the_json_reference_names_every_field():
         )
     )
     structs = re.findall(
-        r"^#\[derive\([^)]*\bSerialize\b[^)]*\)\]\n(?:#\[.*\]\n)*pub\(crate\) struct \w+ \{\n(.*?)^\}",
+        r"^#\[derive\([^)]*\bSerialize\b[^)]*\)\]\n(?:#\[.*\]\n)*"
+        r"pub\(crate\) struct \w+ \{\n(.*?)^\}",
         source,
         re.MULTILINE | re.DOTALL,
     )

@@ -305,6 +305,9 @@ pub(crate) struct LoopPlan {
     #[serde(default)]
     pub(crate) may_round: bool,
     pub(crate) actions: Vec<LoopAction>,
+    /// What plans that other steps ran by have, and this one has not.
+    #[serde(default)]
+    pub(crate) other_kinds: Vec<ActionKind>,
 }
 
 /// One technique of a loop's plan.

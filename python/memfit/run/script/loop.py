@@ -91,6 +91,7 @@ class Loop:
         went_in_step: Whether the script has let go of the model in the middle of a step.
         beginning_uses: Parameters, by ``id``, and names of ops on them, by which steps began that
             no module's call does.
+        ran_by: Kinds of action of the plans that its steps ran by.
         ways: The ways of its steps in other ops than the script's.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
         placing: Where its parameters and the optimizer's state are.
@@ -137,6 +138,7 @@ class Loop:
         self.notes: dict[str, None] = {}
         self.differentiates_more = False
         self.undoes = self.has_rival = self.went_in_step = False
+        self.ran_by: set[str] = set()
         self.beginning_uses: set[tuple[int, str]] = set()
         self.ways = Ways(request, self.device)
         self.cut_ops = LeanWay()
@@ -535,6 +537,9 @@ class Loop:
             if recorded is not None and not recorded[1].peak_bytes:
                 recorded[1].peak_bytes = peak_bytes
         planned = self._latest if kind == "planned" else None
+        if planned is not None:
+            planned.has_run = True
+            self.ran_by.update(planned.kinds)
         if planned is not None and planned.took_more(peak_bytes):
             if planned.is_foreseen:
                 self.plans.distrust()

@@ -114,7 +114,7 @@ def described(loop: Loop, between_peak_bytes: int) -> dict[str, Any]:
         loop: The loop.
         between_peak_bytes: Most bytes live at once between passes: no smaller budget is kept.
     """
-    latest = loop.plans.all[-1] if loop.plans else None
+    shown = _shown(loop)
     return {
         "models": list(loop.models),
         "parameters": loop.parameters,
@@ -124,11 +124,18 @@ def described(loop: Loop, between_peak_bytes: int) -> dict[str, Any]:
         "observed": _counted(loop, "observed"),
         "planned": _counted(loop, "planned"),
         "unplanned": _counted(loop, "unplanned"),
-        "plan": None if latest is None else _plan_described(loop, latest, between_peak_bytes),
+        "plan": None if shown is None else _plan_described(loop, shown, between_peak_bytes),
         "replans": loop.replans,
         "divergence": loop.divergence or None,
         "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],
     }
+
+
+def _shown(loop: Loop) -> PlannedStep | None:
+    """Of the steps that have run by their plans the one that takes most; the latest if none has."""
+    plans = loop.plans.all
+    run = [planned for planned in plans if planned.has_run] or plans[-1:]
+    return max(reversed(run), key=lambda planned: planned.takes_bytes, default=None)
 
 
 def _of_updates(loop: Loop) -> list[str]:
@@ -175,9 +182,11 @@ def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dic
         if plan.fits
         else max(_least_budget_bytes(loop, plan, planned), update_bytes, between_bytes),
         "predicted_step_ratio": plan.predicted_step_ratio,
-        "may_round": planned.step.may_round,
+        "may_round": any(it.step.may_round for it in loop.plans),
+        "other_kinds": sorted(loop.ran_by.difference(planned.kinds)),
         "actions": [
             {"kind": action.kind, "count": action.count, "bytes": action.bytes}
-            for action in (() if planned.runs_as_recorded else plan.actions)
+            for action in plan.actions
+            if action.kind in planned.kinds
         ],
     }

@@ -21,7 +21,7 @@ from memfit.tensors.storage import plain_tensors
 
 Key = tuple[Any, ...]
 """What decides which ops a pass runs, as far as that is known before: mode, what is trained in what
-is called, which inputs are differentiated, shapes, types."""
+is called, whose turn it is, which inputs are differentiated, shapes, types."""
 
 
 WORTH_A_PLAN = 0.01
@@ -48,12 +48,15 @@ class Call:
         inputs: What it is called with.
         path: The module's path in the model; empty for the model itself.
         is_use: Whether no module is called, but an op with a parameter of the model.
+        turn: The number of the optimizer that stepped last, where that tells passes apart that
+            begin alike; else 0.
     """
 
     module: nn.Module
     inputs: Any
     path: str
     is_use: bool = False
+    turn: int = 0
 
     @staticmethod
     def of_use(root: nn.Module, given: Any) -> Call:
@@ -70,23 +73,24 @@ class Call:
     @property
     def key(self) -> Key:
         """The key of the pass."""
-        return key_of(self.module, self.inputs, self.path)
+        return key_of(self.module, self.inputs, self.path, self.turn)
 
 
-def key_of(module: nn.Module, inputs: Any, path: str = "") -> Key:
+def key_of(module: nn.Module, inputs: Any, path: str = "", turn: int = 0) -> Key:
     """The key of a pass.
 
     Args:
         module: What is about to be called first.
         inputs: What with.
         path: Its path in the model.
+        turn: As :class:`Call` has it.
     """
     leaves = tree_leaves(inputs)
     tensors = [it for it in leaves if isinstance(it, Tensor)]
     shapes = [(tuple(it.shape), it.dtype) for it in tensors]
     # What generates without gradients has caches that grow: those calls are alike.
     objects = [it for it in leaves if not isinstance(it, Tensor)] if is_grad_enabled() else []
-    mode = path, module.training, _trained(module), *_differentiated(tensors)
+    mode = path, module.training, _trained(module), turn, *_differentiated(tensors)
     return (mode, *shapes, *object_sizes(objects))
 
 
@@ -155,6 +159,7 @@ class PlannedStep:
         observed_peak_bytes: The same, wherever steps may run so.
         held_bytes: The most that the script held besides when a pass by the plan began; ``None``
             before the first.
+        has_run: Whether a pass has run by the plan.
     """
 
     key: Key
@@ -177,6 +182,7 @@ class PlannedStep:
     recorded_peak_bytes: int = 0
     observed_peak_bytes: int = 0
     held_bytes: int | None = None
+    has_run: bool = False
 
     @property
     def unplanned_peak_bytes(self) -> int | None:
@@ -231,6 +237,20 @@ class PlannedStep:
         """Whether the recording, which keeps nothing in memory, took less than any plan does."""
         least = self.plan.planned.predicted_peak_bytes
         return not self.plan.fits and 0 < self.recorded_peak_bytes < least
+
+    @property
+    def takes_bytes(self) -> int:
+        """What it is foreseen to take: by its plan, or as it was recorded."""
+        if self.runs_as_recorded:
+            return self.recorded_peak_bytes
+        return self.plan.planned.predicted_peak_bytes
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of action that it runs by; as recorded, that of the way in which it was."""
+        if self.runs_as_recorded:
+            return [] if self.step.way is None else [str(self.step.way["kind"])]
+        return [action.kind for action in self.plan.actions]
 
     def lacks_room(self, more_bytes: int) -> bool:
         """Whether it does not fit, or would not with more held besides.

@@ -55,6 +55,7 @@ from memfit.run.script.roots import Roots, makes_graph
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
+from memfit.run.script.turns import Turns
 from memfit.run.script.untrained import UntrainedModels
 from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
@@ -92,6 +93,7 @@ class AdoptedScript:
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots = Roots()
         self._uses = Uses()
+        self._turns = Turns()
         self._parameter_uses = ParameterUses(
             self._may_begin,
             lambda *of: self._signals.tell(self._is_used, *of),
@@ -221,6 +223,7 @@ class AdoptedScript:
 
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
+        call = self._turns.told_apart(call)
         self._files.gradients.pass_begins()
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
@@ -584,8 +587,10 @@ class AdoptedScript:
             self._model_went(loop)
             return
         optimizers = loop.placing.updated_by(self._optimizers)
-        if stepped is not None and stepped not in optimizers:
-            optimizers.append(stepped)
+        if stepped is not None:
+            self._turns.ended(current.key, stepped)
+            if stepped not in optimizers:
+                optimizers.append(stepped)
         loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
         was_refused = bool(loop.refusal)
         if isinstance(running, ObservedPass) and running.kind == "observed":

@@ -9,9 +9,9 @@ use super::sections::{indented, section};
 use crate::printer::Palette;
 use crate::report::table::{Align, Table};
 use crate::report::tracked::{
-    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, LoopAction, LoopPlan, Moment,
-    OutOfMemory, OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase,
-    Steps, TrackDocument, TrackedDevice,
+    BudgetVerdict, ByCategory, Ended, FittedLoop, Fitting, LoopPlan, Moment, OutOfMemory,
+    OwnedBytes, ProcessMemory, Rhythm, RunDevice, RunDocument, RunLease, RunPhase, Steps,
+    TrackDocument, TrackedDevice,
 };
 use crate::report::words;
 
@@ -414,11 +414,10 @@ fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> Strin
 
 /// What of a step with approximate actions is so.
 fn approximate(plan: &LoopPlan) -> &'static str {
-    let rounds_gradients = |action: &LoopAction| {
-        let is_state = action.kind == ActionKind::OptimizerBits;
-        action.kind.technique().promise == Class::Approximate && !is_state
+    let rounds_gradients = |kind: ActionKind| {
+        kind.technique().promise == Class::Approximate && kind != ActionKind::OptimizerBits
     };
-    if plan.actions.iter().any(rounds_gradients) {
+    if kinds(plan).any(rounds_gradients) {
         "; gradients are approximate, as was allowed"
     } else {
         "; updates are approximate, as was allowed"
@@ -452,17 +451,18 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(plan) = &of.plan {
         let budget = plan.budget_bytes;
+        let promised = match promise(plan) {
+            Class::Exact => "; results stay bitwise equal",
+            Class::Equivalent => "; rounding may differ",
+            Class::Approximate => approximate(plan),
+        };
+        let is_exact = promise(plan) == Class::Exact;
         lines.push(match (plan.fits, plan.actions.is_empty()) {
-            (true, true) => format!("the step fits {budget} as it is"),
-            (true, false) => {
-                let promised = match promise(plan) {
-                    Class::Exact => "; results stay bitwise equal",
-                    Class::Equivalent => "; rounding may differ",
-                    Class::Approximate => approximate(plan),
-                };
-                format!("planned for {budget}{promised}")
-            }
-            (false, _) => no_plan_fits(plan),
+            (true, true) if is_exact => format!("the step fits {budget} as it is"),
+            (true, true) => format!("the step fits {budget} as it is{promised}"),
+            (true, false) => format!("planned for {budget}{promised}"),
+            (false, _) if is_exact => no_plan_fits(plan),
+            (false, _) => no_plan_fits(plan) + promised,
         });
         lines.extend(smallest_budget(plan, remedy));
         for action in &plan.actions {
@@ -472,6 +472,14 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
                 ActionSummary::new(action.kind, action.count, action.bytes).effect(),
                 plan.predicted_step_ratio
             ));
+        }
+        let others: Vec<&str> = plan
+            .other_kinds
+            .iter()
+            .map(|it| it.technique().title)
+            .collect();
+        if !others.is_empty() {
+            lines.push(format!("plans of other steps have {}", others.join(", ")));
         }
     }
     if let Some(reason) = &of.refusal {
@@ -489,14 +497,20 @@ fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     lines
 }
 
-/// The loosest promise among a plan's actions, and of how ops run.
+/// What the plan has, and those that other steps ran by.
+fn kinds(plan: &LoopPlan) -> impl Iterator<Item = ActionKind> {
+    let own = plan.actions.iter().map(|action| action.kind);
+    own.chain(plan.other_kinds.iter().copied())
+}
+
+/// The loosest promise among the actions of a loop's plans, and of how ops run.
 fn promise(plan: &LoopPlan) -> Class {
     let of_ops = if plan.may_round {
         Class::Equivalent
     } else {
         Class::Exact
     };
-    let promises = plan.actions.iter().map(|it| it.kind.technique().promise);
+    let promises = kinds(plan).map(|kind| kind.technique().promise);
     promises.fold(of_ops, Class::max)
 }
 

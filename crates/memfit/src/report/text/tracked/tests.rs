@@ -126,6 +126,41 @@ fn why_no_plan_fits_is_not_a_peak_within_the_budget() {
     assert_eq!(said(9 << 20, None), "no plan fits 8.0 MiB");
 }
 
+#[test]
+fn what_plans_of_other_steps_change_is_said_too() {
+    let said = |fits: bool, others: &[&str]| {
+        let plan = json!({
+            "budget_bytes": 8 << 20, "fits": fits, "unplanned_peak_bytes": 16 << 20,
+            "predicted_peak_bytes": 7 << 20, "minimum_peak_bytes": null,
+            "minimum_budget_bytes": null, "predicted_step_ratio": 1.5,
+            "actions": [{ "kind": "remat", "count": 1, "bytes": 3_000_000 }], "other_kinds": others
+        });
+        let of = FittedLoop {
+            plan: Some(serde_json::from_value(plan).unwrap()),
+            ..never_stepped("Net")
+        };
+        loop_lines(&of, None)
+    };
+    let remat =
+        "activation checkpointing: 1 tensor recomputed in backward, step time x 1.50 predicted";
+    assert_eq!(
+        said(true, &[]),
+        ["planned for 8.0 MiB; results stay bitwise equal", remat]
+    );
+    assert_eq!(
+        said(true, &["shrink"]),
+        [
+            "planned for 8.0 MiB; gradients are approximate, as was allowed",
+            remat,
+            "plans of other steps have fewer bits"
+        ]
+    );
+    assert_eq!(
+        said(false, &["micro_batch"])[0],
+        "no plan fits 8.0 MiB with room to spare: the smallest peak is 7.0 MiB; rounding may differ"
+    );
+}
+
 /// A loop of which only calls were seen.
 fn never_stepped(model: &str) -> FittedLoop {
     let none = json!({ "steps": 0, "peak_bytes": 0 });

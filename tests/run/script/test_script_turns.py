@@ -1,0 +1,69 @@
+"""``memfit run --budget`` where passes begin with the same call and other optimizers end them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ran import inline
+
+GAN = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    generator = nn.Sequential(
+        nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)
+    )
+    discriminator = nn.Sequential(nn.Linear(256, 512), nn.LeakyReLU(0.2), nn.Linear(512, 1))
+    by_generator = torch.optim.Adam(generator.parameters(), lr=2e-4)
+    by_discriminator = torch.optim.Adam(discriminator.parameters(), lr=2e-4)
+    loss_of = nn.BCEWithLogitsLoss()
+    for step in range(8):
+        fake = generator(torch.randn(1024, 32))
+        by_discriminator.zero_grad()
+        real = loss_of(discriminator(torch.rand(1024, 256)), torch.ones(1024, 1))
+        loss = real + loss_of(discriminator(fake.detach()), torch.zeros(1024, 1))
+        loss.backward()
+        by_discriminator.step()
+        fake = generator(torch.randn(1024, 32))
+        by_generator.zero_grad()
+        fooled = loss_of(discriminator(fake), torch.ones(1024, 1))
+        fooled.backward()
+        by_generator.step()
+        print(repr(loss.item()), repr(fooled.item()))
+"""
+
+
+@pytest.mark.parametrize("budget", ["90%", "75%"])
+def test_each_update_runs_by_a_plan_of_its_own(tmp_path: Path, budget: str):
+    ran = inline(tmp_path, budget, GAN)
+    [loop] = [loop for loop in ran.loops if loop["plan"]]
+    assert loop["divergence"] is None
+    assert 2 <= loop["observed"]["steps"] <= 4
+    assert loop["planned"]["steps"] == 16 - loop["observed"]["steps"]
+    assert loop["planned"]["peak_bytes"] <= loop["plan"]["predicted_peak_bytes"]
+
+
+ONE = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)), nn.Linear(64, 8)
+    model = nn.Sequential(body, head)
+    optimizers = [torch.optim.SGD(it.parameters(), lr=0.01) for it in (body, head)]
+    for step in range(8):
+        model.zero_grad()
+        loss = model(torch.randn(1024, 64)).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+def test_two_optimizers_after_one_backward_take_no_turns(tmp_path: Path):
+    [loop] = inline(tmp_path, "75%", ONE).loops
+    assert loop["observed"]["steps"] <= 2
+    assert loop["divergence"] is None
