@@ -41,6 +41,19 @@ SCRIPTS = {
         out = net(torch.randn(1024, 256))
         print(float(out.square().sum()))
     """,
+    "validation": """
+        def validate(net, batches):
+            return sum(net(batch).square().mean() for batch in batches)  # with gradients on
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)])
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            total = validate(net, [torch.randn(1024, 256) for _ in range(4)])
+            loss = net(torch.randn(1024, 256)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del total
+    """,
     "decoding": """
         def decode():
             net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
@@ -167,6 +180,18 @@ def test_the_list_that_holds_graphs_is_named(ran: dict[str, dict[str, Any]]):
     first = ran["collected"]["peak_owners"][0]
     assert first["owner"].startswith("the autograd graph of `outs` (collected.py:")
     assert first["category"] == "activation"
+
+
+def test_a_graph_is_told_apart_that_no_backward_has_run_through(
+    ran: dict[str, dict[str, Any]],
+):
+    owners = [one["owner"] for one in ran["validation"]["peak_owners"]]
+    assert owners[0].startswith("the autograd graph of `total` (validation.py:")
+    assert "which no backward has run through" in owners[0]
+    assert owners[0].endswith("where none will, use `torch.no_grad()`")
+    assert ran["validation"]["peak_owners"][0]["bytes"] >= 0.5 * ran["validation"]["peak_bytes"]
+    [own] = [owner for owner in owners if owner.startswith("the autograd graph of `loss`")]
+    assert "no_grad" not in own
 
 
 def test_the_function_is_named_on_whose_ctx_outputs_stay(ran: dict[str, dict[str, Any]]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Protocol
 
-from torch import autograd
+from torch import Tensor, autograd
 
 
 class Listener(Protocol):
@@ -28,6 +28,8 @@ class Backwards:
         runs: How many have begun since somebody watches.
         retaining: How many of them were to keep their graph, for no other reason than that they
             were told to.
+        keeping: How many kept it, for whatever reason.
+        roots: What the one under way was asked to differentiate; empty where none is.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,8 @@ class Backwards:
         self._listeners: list[Listener] = []
         self._is_watching = False
         self.runs = 0
-        self.retaining = 0
+        self.retaining = self.keeping = 0
+        self.roots: tuple[Tensor, ...] = ()
 
     def watch(self, listener: Listener) -> None:
         """Tell a listener, from now on."""
@@ -52,14 +55,19 @@ class Backwards:
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
             self.runs += 1
+            self.keeping += bool(args[2])
             self.retaining += args[2:4] == (True, False)  # and makes no graph of its own
-            for one in self._listeners:
-                one.backward_begins()
+            outer, self.roots = self.roots, tuple(args[0])
             try:
-                return engine(*args, **kwargs)
-            finally:
                 for one in self._listeners:
-                    one.backward_ended()
+                    one.backward_begins()
+                try:
+                    return engine(*args, **kwargs)
+                finally:
+                    for one in self._listeners:
+                        one.backward_ended()
+            finally:
+                self.roots = outer
 
         autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 

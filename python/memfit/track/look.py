@@ -25,7 +25,9 @@ from torch import Tensor
 
 from memfit import _native
 from memfit.track import variables
+from memfit.track.backwards import BACKWARDS
 from memfit.track.cycles import kept_on_ctx
+from memfit.track.idle_graphs import IdleGraphs
 from memfit.track.owners import (
     ACTIVATION,
     CAST_CACHE,
@@ -51,6 +53,8 @@ _YOUNG = 0
 
 OF_UPDATE = "scratch memory of an optimizer's step"
 """Who holds what an optimizer has made to update parameters."""
+
+_IDLE = ", which no backward has run through: where none will, use `torch.no_grad()`"
 
 AUTOCAST = "copies of parameters that autocast keeps to the end of its block"
 """Who holds what autocast has cast."""
@@ -79,10 +83,11 @@ class Names:
         self._owners: list[Owner] = [Owner("")]
         self._numbers: dict[tuple[str, str, str, bool], int] = {}
 
-    def number(self, variable: Variable, *, is_graph: bool) -> int:
+    def number(self, variable: Variable, *, is_graph: bool, is_idle: bool = False) -> int:
         """The number of a variable's, whose line may have changed since."""
-        key = (variable.file, variable.scope, variable.name, is_graph)
-        text = f"the autograd graph of {variable.text}" if is_graph else variable.text
+        idle = _IDLE if is_idle else ""
+        key = (variable.file, variable.scope, variable.name + idle, is_graph)
+        text = f"the autograd graph of {variable.text}{idle}" if is_graph else variable.text
         owner = Owner(text, variable, is_graph)
         number = self._numbers.get(key)
         if number is None:
@@ -205,8 +210,12 @@ def _young() -> list[Tensor]:
 
 def _assign(found: Look) -> None:
     """Give each block that was reached a category and an owner."""
-    numbers: dict[tuple[int, bool], int] = {}
-    for one in found.walk.reached:
+    numbers: dict[tuple[int, bool, bool], int] = {}
+    # One that kept its graph may have run through any.
+    roots = () if BACKWARDS.keeping else BACKWARDS.roots
+    idle, nodes = IdleGraphs(roots), found.walk.graphs.nodes
+    # What a graph alone holds goes with it, so whatever else holds a block comes first.
+    for one in sorted(found.walk.reached, key=lambda one: one.through_graph):
         storage = storage_of(one.tensor)
         if storage is None or storage.device.type != "cpu":
             continue
@@ -217,9 +226,12 @@ def _assign(found: Look) -> None:
             found.direct.add(address)
         if known is None or _PRECEDENCE.index(one.category) < _PRECEDENCE.index(known):
             found.categories[address] = one.category
-            key = (id(one.variable), one.through_graph)
+            is_held = address in found.direct
+            is_idle = one.through_graph and not is_held and idle.has(nodes.get(one.graph))
+            key = (id(one.variable), one.through_graph, is_idle)
             if key not in numbers:
-                numbers[key] = NAMES.number(one.variable, is_graph=one.through_graph)
+                of_graph = {"is_graph": one.through_graph, "is_idle": is_idle}
+                numbers[key] = NAMES.number(one.variable, **of_graph)
             found.owners[address] = numbers[key]
 
 

@@ -79,12 +79,14 @@ class Reached:
         category: What it is, as far as the way to it tells.
         variable: The variable at which the way begins.
         through_graph: Whether the way leads through an autograd graph.
+        graph: The number of that graph's first node; 0 without one.
     """
 
     tensor: Tensor
     category: str
     variable: Variable
     through_graph: bool
+    graph: int = 0
 
 
 @dataclass(slots=True)
@@ -263,17 +265,17 @@ class Walk:
                 self._seen.add(id(value))  # one more name for it, made by looking
                 category = CAST_CACHE if is_cast else ACTIVATION
                 for part in plain_tensors(value):
-                    self.reached.append(Reached(part, category, variable, through_graph=True))
+                    self.reached.append(Reached(part, category, variable, True, id(node)))  # noqa: FBT003
             elif value is not None:
-                self._held_by_graph(variable, value)
+                self._held_by_graph(variable, value, id(node))
 
-    def _held_by_graph(self, variable: Variable, value: Any) -> None:
+    def _held_by_graph(self, variable: Variable, value: Any, graph: int) -> None:
         """What a hook or a function of Python's keeps in a graph."""
         before = len(self.reached)
         self._spread(variable, [value], ACTIVATION)
         for at in range(before, len(self.reached)):
             one = self.reached[at]
-            self.reached[at] = Reached(one.tensor, one.category, variable, through_graph=True)
+            self.reached[at] = Reached(one.tensor, one.category, variable, True, graph)  # noqa: FBT003
 
     def _leads_to_tensors(self, thing: Any) -> bool:
         """Whether some elements of a large container lead to tensors, three steps on at most."""
