@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memfit
 from memfit.apply.micro_batch import cut
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.run.fitted import Fitted
@@ -208,3 +209,18 @@ def test_counting_targets_is_no_op_of_the_step():
     report = fitted.report()
     assert not report.diverged
     assert report.dropped_saves > 0
+
+
+@pytest.mark.parametrize(("knows_size", "is_cut"), [(True, False), (False, True)])
+def test_a_forward_that_knows_the_size_of_its_batch_is_not_cut(knows_size, is_cut):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(32, 1024), nn.GELU(), nn.Linear(1024, 10))
+
+        def forward(self, x):
+            return self.layers(x) * (len(x) / 100 if knows_size else 2.56)
+
+    workload = Workload(Scaled(), torch.randn(256, 32), lambda m, b: m(b).square().mean())
+    made = memfit.plan(workload, "70%", allow="equivalent", forbid=("remat", "chunk"))
+    assert ("micro_batch" in {action.kind for action in made.actions}) == is_cut

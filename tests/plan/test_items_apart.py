@@ -57,6 +57,44 @@ def test_what_mixes_items_is_refused(then: Callable[[Tensor], Any], reason: str)
         proved(Of(then))
 
 
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda x: x * (1 / len(x)),
+        lambda x: x.clamp(max=1 / len(x)),
+        lambda x: x / torch.tensor(float(len(x))),
+        lambda x: x * torch.full((), len(x)),
+        lambda x: x + x.new_full((len(x), 1), 1 / len(x)),
+        lambda x: x + torch.arange(len(x))[:, None],
+        lambda x: x + torch.linspace(0, 1, len(x))[:, None],
+        lambda x: x + torch.nn.functional.embedding(torch.arange(len(x)), torch.ones(64, 4)),
+        lambda x: x + torch.ones(64, 4)[: len(x)],
+        lambda x: x + torch.ones(64, 4)[len(x)],
+        lambda x: x + torch.ones(64, 4)[torch.arange(len(x))],
+        lambda x: x.where((torch.arange(len(x)) > 3)[:, None], 0),
+    ],
+)
+def test_what_tells_the_size_of_a_batch_or_places_in_it_is_refused(then: Callable[[Tensor], Any]):
+    with pytest.raises(ItemsMixedError, match=r"size of the batch|of other numbers|works along"):
+        proved(Of(then))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda x: x + torch.zeros(len(x), 4) + x.new_full((len(x), 1), 2.0),
+        lambda x: x + torch.ones(1, 4).expand(len(x), 4) + torch.ones(4).repeat(len(x), 1),
+        lambda x: torch.cat([x, torch.ones(1, 4).expand(len(x), 4)], 1),
+        lambda x: x + torch.arange(4) / 3 + torch.tensor(3.0),
+        lambda x: x.reshape(len(x), 2, 2).transpose(1, 2).reshape(len(x), 4),
+        lambda x: x + x[torch.arange(len(x))[:, None], torch.arange(4)],
+        lambda x: nn.functional.group_norm(x[:, :, None], 2)[:, :, 0],
+    ],
+)
+def test_what_is_the_same_for_every_item_is_none_of_that(then: Callable[[Tensor], Any]):
+    assert proved(Of(then)).items == ROWS
+
+
 def test_modules_that_mix_items_are_refused_in_training_alone():
     model = Of(lambda x: x, nn.BatchNorm1d(4))
     with pytest.raises(ItemsMixedError, match=r"`inside.0` computes a statistic over the batch"):

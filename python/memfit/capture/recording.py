@@ -23,6 +23,7 @@ from memfit.capture.probe.optimizer_updates import (
 )
 from memfit.capture.probe.workspace import Scratch, probe_scratch
 from memfit.capture.record.gradient_mode import Gradients
+from memfit.capture.record.item_places import size_or_place_used
 from memfit.capture.record.model_checkpoints import ModelCheckpoints
 from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder
@@ -267,11 +268,11 @@ def _agree(
     sizes = first["meta"]["batch"], second["meta"]["batch"]
     if one.reduction.elements * sizes[1] != other.reduction.elements * sizes[0]:
         first["meta"]["loss_reduction"] = ""
+    refusal = size_or_place_used(first, second)
     if one.returned is not None and other.returned is not None:
-        refusal = one.returned.refusal_beside(other.returned)
-        first["meta"]["micro_batch_refusal"] = (
-            first["meta"]["micro_batch_refusal"] or refusal or None
-        )
+        refusal = one.returned.refusal_beside(other.returned) or refusal
+    meta = first["meta"]
+    meta["micro_batch_refusal"] = meta["micro_batch_refusal"] or refusal or None
     return first
 
 

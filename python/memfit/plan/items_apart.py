@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten
 from memfit._native import Trace
 from memfit.apply.pieces.whole_draws import DRAWN_WHOLE
 from memfit.apply.proven_ops import DETACH, VARY
+from memfit.capture.record.item_places import size_or_place_used
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state
@@ -144,6 +145,10 @@ def items_apart(
     root = found["regions"][0]
     ops = found["ops"][root["start"] : root["end"]]
     _refuse_writes(found, ops)
+    if told := size_or_place_used(first.trace, second.trace):
+        raise ItemsMixedError(told)
+    if first.numbers != second.numbers:
+        raise ItemsMixedError("it makes a tensor of other numbers for another batch size")
     if any(op["random"] and op["phase"] != "forward" for op in found["ops"]):
         raise ItemsMixedError("it draws its random numbers again in backward, as checkpoints do")
     if effect:
@@ -211,6 +216,7 @@ class _Recorded:
         constants: What it returned besides.
         result_bytes: How much the tensors are.
         loss_place: Which of them is the loss; ``None`` for none.
+        numbers: What it made tensors of that came from Python.
     """
 
     trace: dict[str, Any]
@@ -218,6 +224,7 @@ class _Recorded:
     constants: list[Any]
     result_bytes: int
     loss_place: int | None
+    numbers: list[Any]
 
 
 class Called:
@@ -233,6 +240,7 @@ class Called:
         self.constants: list[Any] = []
         self.result_bytes = 0
         self.loss_place: int | None = None
+        self.numbers: list[Any] = []
         self.effect = ""
         self._look = look
 
@@ -251,10 +259,11 @@ class Called:
         args, kwargs = batch
         looked = self._look(model, batch)
         try:
-            with contextlib.redirect_stdout(io.StringIO()), FewOps():
+            with contextlib.redirect_stdout(io.StringIO()), FewOps() as ops:
                 result = model(*args, **kwargs)
         finally:
             self.effect = looked()  # also after an error: a profiler would stay on
+        self.numbers = ops.numbers
         leaves = tree_flatten(result)[0]
         other = next((leaf for leaf in leaves if not isinstance(leaf, _KNOWN)), None)
         if other is not None:
@@ -281,11 +290,16 @@ class Called:
 
 
 class FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Ends a forward of more ops than a proof is worth the time of."""
+    """Ends a forward of more ops than a proof is worth the time of.
+
+    Attributes:
+        numbers: What tensors were made of that came from Python, as ``torch.tensor`` makes them.
+    """
 
     def __init__(self) -> None:
         """None has run yet."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: list[Any] = []
         self._left = MOST_OPS
 
     @classmethod
@@ -295,6 +309,9 @@ class FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
         operator = operator_of(func)
+        if func is torch.ops.aten.lift_fresh.default and type(args[0]) is Tensor:
+            with torch._C._DisableTorchDispatch():
+                self.numbers.append(args[0].tolist())
         # The others torch calls where an exception would end the process.
         is_counted = operator.counted and operator.name != DETACH
         self._left -= is_counted
@@ -326,6 +343,7 @@ def _recorded(
                             call.constants,
                             call.result_bytes,
                             call.loss_place,
+                            call.numbers,
                         )
                     )
     except (MemfitError, RealStepNeeded) as error:
