@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.apply.part import Part
 from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
 from memfit.errors import DivergenceWarning, UsageError
+from memfit.tensors.function_modes import torchs_own
 from memfit.tensors.gradient_hooks import gradient_hooks
 from memfit.workload import batch_size
 
@@ -326,7 +327,7 @@ class CountedTargets(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call ``func``; count the targets if it is a mean over some."""
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, torchs_own(func)
         if func in _MEANS:
             count = _count(args, kwargs)
             if count is not None:

@@ -1,12 +1,51 @@
-"""Torch's stack of function modes, when one is to go that may not lie on top.
+"""Torch's stack of function modes, beneath and among those of a script.
 
-Responsible for taking off one mode. Not responsible for what modes do.
+Responsible for putting on a mode and taking it off whatever else is there, and for telling torch's
+own function from what a script has put in its place. Not responsible for what modes do.
 """
 
 from __future__ import annotations
 
+from types import FunctionType
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+_OWN = {name: it for name, it in vars(F).items() if isinstance(it, FunctionType)}
+_OWN_FUNCTIONS = frozenset(_OWN.values())
+
+
+def torchs_own(func: Any) -> Any:
+    """The function that torch announces to a mode, itself.
+
+    It looks itself up by its name; a wrapper that a script has put there would run twice.
+
+    Args:
+        func: What the mode is given.
+    """
+    if not isinstance(func, FunctionType) or func in _OWN_FUNCTIONS:
+        return func
+    return next((own for name, own in _OWN.items() if getattr(F, name, None) is func), func)
+
+
+def put_beneath(mode: TorchFunctionMode) -> None:
+    """Enter a function mode beneath all others: who leaves one takes off what lies on top.
+
+    Args:
+        mode: The mode.
+    """
+    above = []
+    while torch._C._len_torch_function_stack():
+        top = torch._C._pop_torch_function_stack()
+        above.append(top)
+        if isinstance(top, DeviceContext):  # torch wants that at the bottom
+            torch._C._push_on_torch_function_stack(above.pop())
+            break
+    for other in (mode, *reversed(above)):
+        torch._C._push_on_torch_function_stack(other)
 
 
 def take_off(mode: TorchFunctionMode) -> bool:

@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.apply.slices.deferred import DeferredLogits, Whole
 from memfit.apply.slices.weight_copies import Linear
+from memfit.apply.slices.writes import WATCHED, make_what_is_written
 from memfit.errors import DivergenceWarning, UsageError
-from memfit.tensors.function_modes import take_off
+from memfit.tensors.function_modes import put_beneath, take_off, torchs_own
 
 SlicesOf = Callable[[int, int], int | None]
 """Into how many slices to cut so many rows of logits, of so many bytes: 0 for rows alone that are
@@ -116,8 +117,12 @@ class ChunkedLoss:
         return f"it used the logits whole, in `{self.last.whole[0]}`"
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self, *, watches: bool = False) -> Iterator[None]:
         """Run one forward, the loss included, inside this.
+
+        Args:
+            watches: Whether to go on watching for writes to what logits are made of, after the
+                forward and for as long as there are such.
 
         Raises:
             UsageError: Another forward of this model is inside already.
@@ -128,7 +133,7 @@ class ChunkedLoss:
         self._running = True
         try:
             deferring = _Deferring(self._weight, self._slices_of, self._whole_of(seen))
-            with deferring.entered():
+            with deferring.entered(watches=watches):
                 yield
         finally:
             self._running = False
@@ -156,13 +161,14 @@ class ChunkedLoss:
 
 _ENDED: list[_Deferring] = []
 """Modes of forwards that ended in a call which they handled, as ``loss.backward()`` is one: torch
-puts them back on its stack when it returns."""
+puts them back on its stack when it returns. The last may still watch."""
 
 
 def take_off_ended() -> None:
     """Take off modes of forwards that are over, outside any call."""
-    while _ENDED:
-        take_off(_ENDED.pop())
+    watches = any(it.watches for it in _ENDED) and bool(WATCHED)
+    while len(_ENDED) > watches:
+        take_off(_ENDED.pop(0))
 
 
 class _Deferring(TorchFunctionMode):
@@ -176,24 +182,31 @@ class _Deferring(TorchFunctionMode):
         self._slices_of = slices_of
         self._whole_of = whole_of
         self._is_over = False
+        self.watches = False
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Put off what is called inside this; it may end in a call that the mode handles."""
+    def entered(self, *, watches: bool) -> Iterator[None]:
+        """Put off what is called inside this; it may end in a call that the mode handles.
+
+        Args:
+            watches: Whether to stay on the stack while there are logits that were put off.
+        """
         take_off_ended()
-        self.__enter__()  # type: ignore[no-untyped-call]
+        put_beneath(self)
         try:
             yield
         finally:
-            self._is_over = True
-            if not take_off(self):
+            self._is_over, self.watches = True, watches
+            if watches or not take_off(self):
                 _ENDED.append(self)
+                take_off_ended()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call ``func``, or stand in for its result."""
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, torchs_own(func)
+        make_what_is_written(func, args, kwargs)
         linear = None if self._is_over else self._linear(func, args, kwargs)
         if linear is None:
             return func(*args, **kwargs)

@@ -13,17 +13,22 @@ instead, by autograd as always, and the deferred logits only remember where that
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memfit.apply.slices.gradient_looks import Looks, Step, Way
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
 from memfit.apply.slices.weight_copies import Linear, WeightsBefore
+from memfit.apply.slices.writes import WATCHED
+from memfit.tensors.function_modes import torchs_own
+from memfit.tensors.versions import version_of
 
 Told = Callable[[str], None]
 """Told what happened, as a word or two."""
@@ -62,7 +67,12 @@ class Whole:
             gets those alone.
         sliced: Told about each loss that is computed in slices, and of rows that are alone.
         in_script: As of :class:`memfit.apply.slices.chunk.ChunkedLoss`.
+        looks: Who looks at gradients of the logits.
+        logits: What stands for the whole logits.
+        is_exposed: Whether their memory is known where no op tells of a write.
     """
+
+    logits: Callable[[], DeferredLogits | None]
 
     def __init__(
         self,
@@ -92,6 +102,8 @@ class Whole:
         self._requires_grad = self._grad and any(it.requires_grad for it in tensors)
         self._whole = whole
         self._computed: Tensor | None = None
+        self.looks, self.is_exposed = Looks(), False
+        WATCHED.add(self)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,10 +115,35 @@ class Whole:
         """Whether the logits have a graph."""
         return self._requires_grad
 
-    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the loss in slices is computed from, hidden values in the type of the logits."""
-        _, weight, bias = self._given.linear()
-        return hidden.to(self.dtype), weight, bias
+    def made_of(self) -> Iterator[Tensor]:
+        """What the logits are made of and may be written to."""
+        return self._given.to_be_written()
+
+    def called_with(self) -> Linear:
+        """Input, weight and bias of the call that was put off."""
+        return self._given.linear()
+
+    def make(self, who: str) -> None:
+        """Compute the logits now, if there is still somebody to look at them."""
+        logits = self.logits()
+        if logits is not None:
+            logits._computed(who)
+        WATCHED.discard(self)
+
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What the loss in slices is computed from; without a graph where the logits have none.
+
+        Args:
+            hidden: Hidden values; they are had in the type of the logits.
+
+        Returns:
+            Those, and input, weight and bias that the head was called with.
+        """
+        given, weight, bias = self._given.linear()
+        if not self.requires_grad:
+            hidden, given, weight = hidden.detach(), given.detach(), weight.detach()
+            bias = bias if bias is None else bias.detach()
+        return hidden.to(self.dtype), given, weight, bias
 
     def rows(self, hidden: Tensor) -> Tensor | None:
         """Logits of some rows; ``None`` where they are all, or not to be computed alone.
@@ -120,16 +157,25 @@ class Whole:
         if hidden.numel() >= given.numel():
             return None
         self.sliced("rows")
-        with torch.set_grad_enabled(self._grad), self._autocast.again():
-            return F.linear(hidden, weight, bias)
+        return self._linear((hidden, weight, bias))
 
     def computed(self, who: str) -> Tensor:
         """The logits as the model would have had them."""
         if self._computed is None:
             self._whole(who)
-            with torch.set_grad_enabled(self._grad), self._autocast.again():
-                self._computed = F.linear(*self._given.linear())
+            self._computed = self.anew()
+            WATCHED.discard(self)
         return self._computed
+
+    def anew(self) -> Tensor:
+        """The logits as nobody has written to them."""
+        return self._linear(self._given.linear())
+
+    def _linear(self, linear: Linear) -> Tensor:
+        # Modes have seen the call; they see it once.
+        graph, modes = torch.set_grad_enabled(self._grad), torch._C.DisableTorchFunction()
+        with graph, self._autocast.again(), modes:
+            return F.linear(*linear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +190,7 @@ class _View:
         dtype: Element type of the logits.
         is_log: Whether these are logarithms of probabilities.
         before: The deferred logits that these are made from, and how; ``None`` for the head's.
+        place: Stands for the place on the way from the head's logits to a loss.
     """
 
     whole: Whole
@@ -152,13 +199,20 @@ class _View:
     dim: int
     dtype: torch.dtype
     is_log: bool = False
-    before: tuple[DeferredLogits, Callable[[Tensor], Tensor]] | None = None
+    before: tuple[DeferredLogits, Step] | None = None
+    place: object = field(default_factory=object)
 
     @property
     def shape(self) -> list[int]:
         shape = list(self.hidden.shape)
         shape[self.dim] = self.classes
         return shape
+
+    def way(self) -> tuple[tuple[object, Step | None], ...]:
+        """The steps from the head's logits to these."""
+        if self.before is None:
+            return ((self.place, None),)
+        return (*self.before[0]._view.way(), (self.place, self.before[1]))
 
     def rows(self) -> Tensor | None:
         """Logits of some rows, as :meth:`Whole.rows`."""
@@ -179,6 +233,7 @@ class DeferredLogits(Tensor):
 
     _view: _View
     _real: Tensor | None
+    _made_at: int
 
     @staticmethod
     def of(view: _View) -> DeferredLogits:
@@ -191,7 +246,7 @@ class DeferredLogits(Tensor):
             device=view.hidden.device,
             requires_grad=needs_grad,
         )
-        made._view, made._real = view, None
+        made._view, made._real, made._made_at = view, None, 0
         if needs_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 made.register_post_accumulate_grad_hook(_go_on)  # type: ignore[no-untyped-call]
@@ -201,7 +256,9 @@ class DeferredLogits(Tensor):
     def put_off(whole: Whole, hidden: Tensor, classes: int) -> DeferredLogits:
         """Deferred logits of a call of the head."""
         dim = hidden.dim() - 1
-        return DeferredLogits.of(_View(whole, hidden, classes, dim, whole.dtype))
+        made = DeferredLogits.of(_View(whole, hidden, classes, dim, whole.dtype))
+        whole.logits = ref(made)
+        return made
 
     def _computed(self, who: str) -> Tensor:
         """The logits that it stands for."""
@@ -211,13 +268,34 @@ class DeferredLogits(Tensor):
             if made is None and view.before is None:
                 made = view.whole.computed(who)
             elif made is None and view.before is not None:
-                before, step = view.before
-                given = before._computed(who)
-                with torch.set_grad_enabled(view.whole.requires_grad):
-                    made = step(given)
-            self._real = made
-        assert self._real is not None, "rows, all logits, or what is made from others"
+                made = self._stepped(view.before[0]._computed(who))
+                if view.before[0]._is_written() and not _is_alias(made, view.before[0]):
+                    made = self._stepped(view.before[0]._unwritten())
+            assert made is not None, "rows, all logits, or what is made from others"
+            self._real, self._made_at = made, version_of(made)
         return self._real
+
+    def _stepped(self, given: Tensor) -> Tensor:
+        """What follows from the logits before these."""
+        before = self._view.before
+        assert before is not None, "the head's logits follow from none"
+        graph, modes = self._view.whole.requires_grad, torch._C.DisableTorchFunction()
+        with torch.set_grad_enabled(graph), modes:
+            return before[1](given)
+
+    def _is_written(self) -> bool:
+        """Whether the logits, or those that they are made from, may have been written to."""
+        if self._view.whole.is_exposed:
+            return True
+        if self._real is not None and version_of(self._real) != self._made_at:
+            return True
+        return self._view.before is not None and self._view.before[0]._is_written()
+
+    def _unwritten(self) -> Tensor:
+        """The logits as they were made: what copied them then has those."""
+        if self._view.before is None:
+            return self._view.whole.anew()
+        return self._stepped(self._view.before[0]._unwritten())
 
     def _follows_real(self) -> bool:
         """Whether logits are there that these are made from, or these themselves."""
@@ -230,7 +308,7 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Follow shapes, compute losses in slices, and be the real logits otherwise."""
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, torchs_own(func)
         if func in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -241,8 +319,20 @@ class DeferredLogits(Tensor):
             if found is not NotImplemented:
                 return found
         name = getattr(func, "__name__", str(func))
+        if name == "grad" and len(args) > 1 and func not in _OF_TENSORS:
+            return _gradients(func, args, kwargs)
+        if isinstance(given, DeferredLogits):
+            given._is_seen_by(func)
         args, kwargs = _real((args, kwargs), name)
         return func(*args, **kwargs)
+
+    def _is_seen_by(self, func: Any) -> None:
+        """Know of what follows from a function that is called with the logits."""
+        whole = self._view.whole
+        whole.is_exposed |= func in _EXPOSING
+        if func in _LOOKING and whole.requires_grad:
+            whole.looks.logits[self._view.place] = lambda: self._computed("a gradient")
+            whole.looks.linear = whole.called_with
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -257,6 +347,48 @@ class DeferredLogits(Tensor):
         if self._view.whole.in_script:
             return repr(self._computed("repr"))
         return f"DeferredLogits(shape={tuple(self._view.shape)}, dtype={self._view.dtype})"
+
+
+def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad`` by logits: hooks take them, as a loss in slices knows no logits.
+
+    What the head was called with is differentiated by in their place, and its gradient let go.
+    """
+    asked = args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+    kept: dict[int, Tensor] = {}
+    instead, hooks = [], []
+    for place, it in enumerate(asked):
+        if not isinstance(it, DeferredLogits) or not it.requires_grad:
+            instead.append(_real(it, "grad"))
+            continue
+        it._is_seen_by(Tensor.register_hook)
+
+        def keep(gradient: Tensor, place: int = place) -> None:
+            kept[place] = kept[place] + gradient if place in kept else gradient
+
+        hooks.append(it._computed("grad").register_hook(keep))  # type: ignore[no-untyped-call]
+        linear = it._view.whole.called_with()
+        instead.append(next(part for part in linear if part is not None and part.requires_grad))
+    try:
+        rest, named = _real((args[2:], kwargs), "grad")
+        outputs = _real(args[0], "grad")
+        found = func(outputs, instead, *rest, **{**named, "allow_unused": True})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    made = [
+        kept.get(place) if isinstance(it, DeferredLogits) else gradient
+        for place, (it, gradient) in enumerate(zip(asked, found, strict=True))
+    ]
+    if not kwargs.get("allow_unused") and any(it is None for it in made):
+        return func(outputs, _real(list(asked), "grad"), *rest, **named)  # says what is unused
+    return tuple(made)
+
+
+def _is_alias(tensor: Tensor, logits: DeferredLogits) -> bool:
+    """Whether what follows from logits shows their memory."""
+    memory = tensor.untyped_storage()._cdata
+    return bool(memory == logits._computed("an alias").untyped_storage()._cdata)
 
 
 def _go_on(logits: Any) -> None:
@@ -335,6 +467,23 @@ _ABOUT = frozenset(
 )
 
 
+_OF_TENSORS = frozenset({vars(torch._C.TensorBase)["grad"].__get__})
+"""What bears the name of ``torch.autograd.grad``, which a script may have wrapped."""
+
+_GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
+
+_LOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad, _GRAD_FN})
+"""What may look at the gradient from then on; hooks of nodes are put on ``grad_fn``."""
+
+_EXPOSING = frozenset(
+    {
+        *(Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
+        *(Tensor.data.__get__, Tensor.__dlpack__),  # type: ignore[attr-defined]
+    }
+)
+"""What leads to writes that no version tells of."""
+
+
 # What changes only the shape
 
 _Follow = Callable[[_View, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -344,12 +493,20 @@ def _next(
     view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **changed: Any
 ) -> DeferredLogits:
     """Deferred logits one step on; the same call leads real logits there."""
+    return DeferredLogits.of(
+        replace(view, before=(args[0], _step(func, args, kwargs)), place=object(), **changed)
+    )
+
+
+def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """The same call with other logits; it holds none."""
+    rest = args[1:]
 
     def step(logits: Tensor) -> Tensor:
-        result: Tensor = func(logits, *args[1:], **kwargs)
+        result: Tensor = func(logits, *rest, **kwargs)
         return result
 
-    return DeferredLogits.of(replace(view, before=(args[0], step), **changed))
+    return step
 
 
 def _view(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -464,6 +621,9 @@ def _cast(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 # Losses
 
+_INDICES = frozenset({torch.int64, torch.uint8})
+"""Types of targets that torch takes for classes."""
+
 _CROSS_ENTROPY = (
     "weight",
     "size_average",
@@ -489,15 +649,11 @@ def _loss(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """``cross_entropy``, and ``nll_loss`` of logarithms, in slices of rows."""
     given = {**dict(zip(("target", *_CROSS_ENTROPY), args[1:], strict=False)), **kwargs}
     target = given.get("target")
-    if view.is_log != (func is F.nll_loss) or not isinstance(target, Tensor):
+    if not isinstance(target, Tensor) or not _are_classes(view, target):
         return NotImplemented
-    if target.is_floating_point() or isinstance(target, DeferredLogits):
+    if view.is_log != (func is torchs_own(F.nll_loss)):
         return NotImplemented
     if given.get("size_average") is not None or given.get("reduce") is not None:
-        return NotImplemented
-    rank = view.hidden.dim()
-    shape = [*view.hidden.shape[: view.dim], *view.hidden.shape[view.dim + 1 :]]
-    if view.dim != (1 if rank > 1 else 0) or list(target.shape) != shape:
         return NotImplemented
     options = LossOptions(
         slices=view.whole.slices,
@@ -509,17 +665,42 @@ def _loss(view: _View, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     if options.reduction not in {"mean", "sum", "none"}:
         return NotImplemented
+    hidden, called_with, weight, bias = view.whole.parts(view.hidden.movedim(view.dim, -1))
+    try:
+        losses = sliced_cross_entropy(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight,
+            bias,
+            target.reshape(-1),
+            given.get("weight"),
+            options,
+            called_with,
+            Way(view.whole.looks, view.way(), _step(func, args, kwargs)),
+        )
+    except RuntimeError as error:
+        if "out of bounds" in str(error):
+            _require_classes(view.classes, target, options.ignore_index)
+        raise
     view.whole.sliced(func.__name__)
-    hidden, weight, bias = view.whole.parts(view.hidden.movedim(view.dim, -1))
-    losses = sliced_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        target.reshape(-1),
-        given.get("weight"),
-        options,
-    )
     return losses.reshape(target.shape) if options.reduction == "none" else losses
+
+
+def _are_classes(view: _View, target: Tensor) -> bool:
+    """Whether a target has a class for each row of logits, as torch takes it."""
+    if isinstance(target, DeferredLogits):
+        return False
+    rank = view.hidden.dim()
+    shape = [*view.hidden.shape[: view.dim], *view.hidden.shape[view.dim + 1 :]]
+    is_second = view.dim == (1 if rank > 1 else 0)
+    return is_second and list(target.shape) == shape and target.dtype in _INDICES
+
+
+def _require_classes(classes: int, target: Tensor, ignored: int) -> None:
+    """Refuse a target that names no class, as torch's loss does."""
+    others = target[((target < 0) | (target >= classes)) & (target != ignored)]
+    if others.numel():
+        message = f"Target {others.flatten()[0].item()} is out of bounds."
+        raise IndexError(message)
 
 
 def _loss_dtype(view: _View, func: Any) -> torch.dtype:

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memfit.apply.slices.gradient_looks import Way
+
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
@@ -52,6 +54,8 @@ def sliced_cross_entropy(
     target: Tensor,
     class_weight: Tensor | None,
     options: LossOptions,
+    called_with: Tensor | None = None,
+    way: Way | None = None,
 ) -> Tensor:
     """The loss of ``linear(hidden, weight, bias)``.
 
@@ -62,14 +66,19 @@ def sliced_cross_entropy(
         target: The class of each row.
         class_weight: As ``weight`` in ``F.cross_entropy``.
         options: How to compute it.
+        called_with: What the linear layer was called with, of which ``hidden`` is made.
+        way: How the loss follows from the layer's result, if somebody looks at gradients of that.
 
     Returns:
         The loss, with a graph where any argument needs one.
     """
-    result: Tensor = _SlicedLoss.apply(
-        hidden, weight, bias, target, class_weight, options, torch.is_grad_enabled()
-    )
+    others = (target, class_weight, options, torch.is_grad_enabled(), called_with, way)
+    result: Tensor = _SlicedLoss.apply(hidden, weight, bias, *others)
     return result
+
+
+_CALLED_WITH = 7
+"""The place of that argument of the function."""
 
 
 class _SlicedLoss(torch.autograd.Function):
@@ -83,6 +92,8 @@ class _SlicedLoss(torch.autograd.Function):
         class_weight: Tensor | None,
         options: LossOptions,
         grad_enabled: bool,  # noqa: FBT001 - arguments of a function are positional
+        called_with: Tensor | None,  # noqa: ARG004 - backward has a gradient of it
+        way: Way | None,
     ) -> Tensor:
         needs = tuple(n and grad_enabled for n in ctx.needs_input_grad[:3])
         head = _Head.of(hidden, weight, bias)
@@ -97,7 +108,7 @@ class _SlicedLoss(torch.autograd.Function):
                 scale = rows.scale[start:stop]
                 gradients.add(rows.logit_gradient(log_probabilities, start, stop, scale), start)
             del log_probabilities
-        ctx.options = options
+        ctx.options, ctx.way = options, way
         ctx.gradients = gradients
         if any(needs) and (gradients is None or options.twice):
             ctx.save_for_backward(hidden, weight, bias, target, class_weight)
@@ -106,11 +117,22 @@ class _SlicedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.way is not None and ctx.way.is_looked_at:
+            return _through_logits(ctx, gradient)
         if torch.is_grad_enabled() and ctx.options.twice:
             made = _with_graph(ctx, gradient)
         else:
             made = _once(ctx, gradient)
-        return (*made, None, None, None, None)
+        return (*made, None, None, None, None, None, None)
+
+
+def _through_logits(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients where somebody looks at those of the logits, which are whole by now."""
+    needs = (ctx.needs_input_grad[_CALLED_WITH], *ctx.needs_input_grad[1:3])
+    of_input, of_weight, of_bias = ctx.way.gradients(
+        gradient, needs, creates_graph=torch.is_grad_enabled()
+    )
+    return (None, of_weight, of_bias, None, None, None, None, of_input, None)
 
 
 @once_differentiable

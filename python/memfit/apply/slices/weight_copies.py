@@ -16,13 +16,13 @@ an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memfit.apply.offload.mapped import LEAST_BYTES, in_file
+from memfit.apply.offload.mapped import LEAST_BYTES, bytes_sampled, in_file
 from memfit.errors import UsageError
 from memfit.tensors.versions import version_of
 
@@ -44,6 +44,7 @@ class WeightsBefore:
         self._linear = linear
         self._versions = None if copies else _versions(linear)
         self._copies: tuple[Tensor, Tensor | None] | None = None
+        self._samples = _samples(linear)
         if copies:
             _HELD.add(self)
 
@@ -54,11 +55,12 @@ class WeightsBefore:
             UsageError: They have been written to since, and nothing was copied.
         """
         hidden, weight, bias = self._linear
-        if self._versions not in (None, _versions(self._linear)):
+        are_others = self._copies is None and not _agree(self._samples, _samples(self._linear))
+        if are_others or self._versions not in (None, _versions(self._linear)):
             raise UsageError(
                 "the logits are computed in slices, and the weights that make them have been "
-                "updated since\nhint: look at logits before the update, or plan again with `chunk` "
-                "forbidden"
+                "updated since, or their features written to\nhint: look at logits before that, or "
+                "plan again with `chunk` forbidden"
             )
         if self._copies is None:
             return self._linear
@@ -67,6 +69,15 @@ class WeightsBefore:
         if bias is None or bias_then is None:
             return hidden, then, bias
         return hidden, then, _then(bias, bias_then)
+
+    def to_be_written(self) -> Iterator[Tensor]:
+        """What may not be written to before the logits are made."""
+        hidden, weight, bias = self._linear
+        yield hidden
+        if self._copies is None:
+            yield weight
+            if bias is not None:
+                yield bias
 
     def keep(self, made: dict[int, Tensor], place: str) -> None:
         """Copy what an update may write.
@@ -87,6 +98,23 @@ class WeightsBefore:
 
 def _versions(linear: Linear) -> tuple[int, ...]:
     return tuple(version_of(it) for it in linear if it is not None)
+
+
+def _samples(linear: Linear) -> tuple[bytes, ...]:
+    """A few bytes of each, where they are to be had."""
+    here = (it is not None and type(it) in _REAL and it.device.type == "cpu" for it in linear)
+    return tuple(
+        bytes_sampled(it) if may and it is not None else b""
+        for it, may in zip(linear, here, strict=True)
+    )
+
+
+_REAL = frozenset({Tensor, nn.Parameter})
+
+
+def _agree(before: tuple[bytes, ...], now: tuple[bytes, ...]) -> bool:
+    """Whether samples are of the same values; of what is not in memory they say nothing."""
+    return all(a == b or not (a and b) for a, b in zip(before, now, strict=True))
 
 
 _HELD: WeakSet[WeightsBefore] = WeakSet()

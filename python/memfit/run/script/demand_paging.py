@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.apply.offload.mapped import LEAST_BYTES, exchange_memory, in_file, is_lent, may_exchange
 from memfit.run.script.contexts import Nesting
-from memfit.tensors.function_modes import take_off
+from memfit.tensors.function_modes import take_off, torchs_own
 from memfit.tensors.storage import address, has_others, is_from_allocator
 from memfit.torch_versions import allow_reads, forbid_reads
 
@@ -403,7 +403,7 @@ class _Looks(TorchFunctionMode):
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Have the bytes in memory, for good."""
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, torchs_own(func)
         if func in _TO_BYTES_OF:
             asking = str(sys._getframe(1).f_globals.get("__name__"))
             keeps = func is Tensor.data_ptr and not asking.startswith("memfit.")

@@ -25,6 +25,7 @@ from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
 
 from memfit.run.script.factories import about_to_take
+from memfit.tensors.function_modes import torchs_own
 
 Used = Callable[[Tensor, str, Any], None]
 """Told of a parameter, the name of the op, and all that it is called with."""
@@ -112,7 +113,7 @@ class _Uses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, torchs_own(func)
         if self.sees and self._is_idle() and threading.get_ident() == self._thread:
             size_bytes = about_to_take(func, args, kwargs)
             if size_bytes:

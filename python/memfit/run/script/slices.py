@@ -156,7 +156,7 @@ class InSlicesOfRows:
         loss = None if self._used is None else self._used[KIND].get("loss")
         if loss is None:
             return None
-        return ChunkedLoss(model, loss, warn=False, in_script=True).forward()
+        return ChunkedLoss(model, loss, warn=False, in_script=True).forward(watches=True)
 
     def notes(self) -> list[str]:
         """Why nothing runs in slices, where that might have helped."""
