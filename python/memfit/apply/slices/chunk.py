@@ -89,11 +89,11 @@ class ChunkedLoss:
             raise UsageError(message)
         count = 0 if rows_alone else slices
         self._slices_of = slices_of or (lambda _rows, _bytes: count)
-        try:
-            self._weight = model.get_parameter(name)
-        except AttributeError as error:
+        weight = _parameter(model, name)
+        if weight is None:
             message = f"the plan computes the loss over `{name}`, which the model does not have"
-            raise UsageError(message) from error
+            raise UsageError(message)
+        self._weight = weight
         self.last = Sliced()
         self._in_script = in_script
         self._warns = warn
@@ -157,6 +157,15 @@ class ChunkedLoss:
                 "right; the step may take more memory than planned"
             )
             warnings.warn(message, DivergenceWarning, stacklevel=2)
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+    """A parameter by its name; one that is computed, as a spectral norm does, is not had again."""
+    path, _, own = name.rpartition(".")
+    try:
+        return model.get_submodule(path)._parameters.get(own)
+    except AttributeError:
+        return None
 
 
 _ENDED: list[_Deferring] = []

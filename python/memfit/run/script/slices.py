@@ -271,7 +271,8 @@ def widest_layer(model: nn.Module) -> str:
     layers = [
         (len(it.weight), kinds.index(type(it)), path)
         for path, it in model.named_modules()
-        if type(it) in kinds and len(it.weight) > it.weight.shape[1]
+        if type(it) in kinds and isinstance(it._parameters.get("weight"), nn.Parameter)
+        and len(it.weight) > it.weight.shape[1]
     ]
     return f"{max(layers)[-1]}.weight".lstrip(".") if layers else ""
 
