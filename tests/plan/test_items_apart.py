@@ -95,6 +95,12 @@ def test_what_is_the_same_for_every_item_is_none_of_that(then: Callable[[Tensor]
     assert proved(Of(then)).items == ROWS
 
 
+@pytest.mark.parametrize("then", [lambda x, y: (x, y), lambda x, y: (x, y[:, 1:])])
+def test_what_returns_memory_that_it_is_given_is_refused(then: Callable[[Tensor, Tensor], Any]):
+    with pytest.raises(ItemsMixedError, match="returns memory that it is given"):
+        proved(Of(then), torch.randn(ROWS, 8), torch.randn(ROWS, 4))
+
+
 def test_modules_that_mix_items_are_refused_in_training_alone():
     model = Of(lambda x: x, nn.BatchNorm1d(4))
     with pytest.raises(ItemsMixedError, match=r"`inside.0` computes a statistic over the batch"):

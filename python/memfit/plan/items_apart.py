@@ -37,6 +37,7 @@ from memfit.errors import MemfitError
 from memfit.tensors.garbage import no_collection
 from memfit.tensors.gradient_hooks import forward_hooks, gradient_hooks
 from memfit.tensors.operators import operator_of
+from memfit.tensors.storage import plain_tensors
 from memfit.workload import Workload, batch_size
 
 MOST_OPS = 8192
@@ -270,6 +271,8 @@ class Called:
             message = f"it returns a `{type(other).__name__}`"
             raise ItemsMixedError(message)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not _memory(tree_flatten(batch)[0]).isdisjoint(_memory(tensors)):
+            raise ItemsMixedError("it returns memory that it is given, which would be a copy")
         self.returned = [tuple(tensor.shape) for tensor in tensors]
         self.constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.result_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -287,6 +290,12 @@ class Called:
             self.loss_place = next(i for i, tensor in enumerate(tensors) if tensor is losses[0])
             return losses[0]
         return functools.reduce(torch.add, [tensor.sum() for tensor in learning])
+
+
+def _memory(values: Iterable[Any]) -> set[int]:
+    """Which memory the tensors among some values lie in."""
+    tensors = (it for it in values if isinstance(it, Tensor) and it.layout is torch.strided)
+    return {part.untyped_storage()._cdata for it in tensors for part in plain_tensors(it)}
 
 
 class FewOps(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -31,6 +31,23 @@ def torchs_own(func: Any) -> Any:
     return next((own for name, own in _OWN.items() if getattr(F, name, None) is func), func)
 
 
+def function_mode() -> str | None:
+    """Why a forward must not run in pieces: a mode of the program's own would see each.
+
+    That of a device, which only fills in where tensors are made, does not count.
+    """
+    stack = range(torch._C._len_torch_function_stack())
+    modes = (torch._C._get_function_stack_at(place) for place in stack)
+    others = (it for it in modes if not isinstance(it, DeviceContext))
+    seeing = (it for it in others if not type(it).__module__.startswith(("memfit.", "torch.")))
+    found = next(seeing, None)
+    return (
+        f"`{type(found).__name__}` is a function mode, which would see each piece"
+        if found
+        else None
+    )
+
+
 def put_beneath(mode: TorchFunctionMode) -> None:
     """Enter a function mode beneath all others: who leaves one takes off what lies on top.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -53,11 +54,32 @@ def forward_hooks(model: nn.Module, *, own: bool, ours: bool = True) -> str | No
     return None
 
 
+_OF_CLASSES: WeakKeyDictionary[type[nn.Module], Any] = WeakKeyDictionary()
+"""The ``forward`` of each class when it was first looked at."""
+
+
+def another_forward(model: nn.Module, known: frozenset[str] = frozenset()) -> str | None:
+    """Which module runs another forward by now, as a clause; ``None`` where none does.
+
+    Args:
+        model: The model.
+        known: Names of modules that may have a ``forward`` of their own.
+    """
+    for name, it in model.named_modules():
+        called, kind = name or "the model", type(it)
+        own = vars(it).get("forward")
+        if name not in known and own is not None and not is_of_memfit(own):
+            return f"`{called}` has a `forward` of its own, which would see each piece"
+        if _OF_CLASSES.setdefault(kind, kind.forward) is not kind.forward:
+            return f"the class of `{called}` has another `forward` by now"
+    return None
+
+
 def own_forwards(model: nn.Module) -> frozenset[str]:
-    """Names of modules inside that have a ``forward`` of their own, other than memfit's.
+    """Names of modules that have a ``forward`` of their own, other than memfit's.
 
     Args:
         model: The model.
     """
-    held = ((name, vars(it).get("forward")) for name, it in model.named_modules() if name)
+    held = ((name, vars(it).get("forward")) for name, it in model.named_modules())
     return frozenset(name for name, it in held if it is not None and not is_of_memfit(it))

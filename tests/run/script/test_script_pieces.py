@@ -325,6 +325,10 @@ def test_a_teacher_whose_items_are_not_apart_runs_whole(tmp_path: Path):
 LATE = {
     "a hook": "{layer}.register_forward_hook(lambda m, a, o: seen.append(tuple(o.shape)))",
     "a forward": "{layer}.forward = (lambda x, f={layer}.forward: seen.append(len(x)) or f(x))",
+    "a forward of the model": "{model}.forward = "
+    "(lambda x, f={model}.forward: seen.append(len(x)) or f(x))",
+    "a forward of a class": "type({layer}).forward = "
+    "(lambda m, x, f=type({layer}).forward: seen.append(len(x)) or f(m, x))",
     "a hook on all modules": "nn.modules.module.register_module_forward_hook("
     "lambda m, a, o: seen.append(len(o)) if m is {layer} else None)",
 }
@@ -353,9 +357,11 @@ def test_what_comes_to_see_a_forward_later_sees_it_whole(tmp_path: Path, late: s
         print(f"{loss.item():.3f}")
     print(seen)
     """
-    code = code.replace("TEACHERS", late.format(layer="teacher[0]"))
+    code = code.replace("TEACHERS", late.format(layer="teacher[0]", model="teacher"))
     ran = allowed(
-        tmp_path, "14MiB", HEAD + NET + code.replace("NETS", late.format(layer="net.conv[1]"))
+        tmp_path,
+        "14MiB",
+        HEAD + NET + code.replace("NETS", late.format(layer="net.conv[1]", model="net")),
     )
     notes = [note for loop in ran.loops for note in loop["notes"]]
     assert "forwards of models that no step trains, on pieces of their batch: 5" in notes

@@ -20,7 +20,8 @@ from memfit.apply.pieces.call import Pieces
 from memfit.apply.proven_ops import LeftProof, Proof
 from memfit.apply.replaced import replaced
 from memfit.errors import UsageError
-from memfit.tensors.gradient_hooks import forward_hooks, own_forwards
+from memfit.tensors.function_modes import function_mode
+from memfit.tensors.gradient_hooks import another_forward, forward_hooks, own_forwards
 
 
 class InPieces(Part):
@@ -49,6 +50,7 @@ class InPieces(Part):
         self._pieces = Pieces(model, count, cut, draws, proof, loss)
         self._held = weakref.ref(model)
         self._own_forwards = own_forwards(model)
+        self._changed = another_forward(model, self._own_forwards)
         self._left = ""
 
     @property
@@ -64,7 +66,9 @@ class InPieces(Part):
     def forward(self) -> AbstractContextManager[None]:
         """What a forward runs inside."""
         self._left = ""
-        whole = borrowed(self._held).forward
+        model = borrowed(self._held)
+        whole = model.forward
+        self._changed = self._changed or another_forward(model, self._own_forwards)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -74,14 +78,12 @@ class InPieces(Part):
                 self._left = self._left or str(left)
                 return whole(*args, **kwargs)
 
-        return replaced(borrowed(self._held), forward)
+        return replaced(model, forward)
 
     def _require_unseen(self) -> None:
         """Leave the proof where something sees pieces that came after it, as a hook does."""
         model = borrowed(self._held)
-        others = sorted(own_forwards(model) - self._own_forwards)
-        reason = forward_hooks(model, own=False, ours=False)
-        if others and reason is None:
-            reason = f"`{others[0]}` has a `forward` of its own, which would see each piece"
+        hooks = forward_hooks(model, own=False, ours=False)
+        reason = self._changed or hooks or function_mode()
         if reason is not None:
             raise LeftProof(reason)

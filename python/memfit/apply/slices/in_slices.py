@@ -63,7 +63,7 @@ class InSlices(Part):
             self.loss = ChunkedLoss(
                 model, logits, rows_alone=not loss, warn=warn, in_script=in_script
             )
-        self.calls = SlicedCalls(model, calls, warn=warn)
+        self.calls = SlicedCalls(model, calls, warn=warn, unseen=in_script)
         self.strips = Strips(model, strips, records=records) if strips else None
 
     @property

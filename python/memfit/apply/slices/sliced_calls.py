@@ -6,6 +6,7 @@ they return together. Not responsible for the proof that a call may be cut (the 
 to the rest of memfit each slice's ops are ops like any other.
 
 A module's own hooks run once, with whole tensors; those of modules inside it, once for each slice.
+A script knows of no slices: there, a module runs whole that has any such hook.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from memfit.apply.proven_ops import LeftProof, Proof, ProvenOps
 from memfit.apply.remat.randomness import GeneratorState
 from memfit.apply.replaced import replaced
 from memfit.errors import DivergenceWarning, UsageError
+from memfit.tensors.function_modes import function_mode
+from memfit.tensors.gradient_hooks import another_forward, forward_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,12 @@ class SlicedCalls:
     """
 
     def __init__(
-        self, model: nn.Module, calls: Sequence[Mapping[str, Any]], *, warn: bool = True
+        self,
+        model: nn.Module,
+        calls: Sequence[Mapping[str, Any]],
+        *,
+        warn: bool = True,
+        unseen: bool = False,
     ) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
 
@@ -62,12 +70,15 @@ class SlicedCalls:
             model: The model the plan was made for.
             calls: ``CallChunk`` of the plan as parsed JSON.
             warn: Whether to warn, once, when a call runs whole.
+            unseen: Whether one runs whole that hooks, or a forward that is another by now, would
+                see in slices.
 
         Raises:
             UsageError: They are no such thing, or name a module that the model does not have.
         """
         self._calls = [_read(model, call) for call in calls]
         self._warns = warn
+        self._unseen = unseen
         self.whole: list[str] = []
 
     @property
@@ -91,8 +102,12 @@ class SlicedCalls:
 
     def _in_slices(self, call: _Call) -> Callable[..., Any]:
         run = call.module.forward
+        changed = another_forward(call.module) if self._unseen else None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            seen = self._unseen and (changed or _sees_slices(call.module))
+            if seen:
+                return self._run_whole(call, run, args, kwargs, f": {seen}")
             given = _only_tensor(args, kwargs)
             if given is None or given.dim() <= call.dim + 1 or given.shape[call.dim] < 2:  # noqa: PLR2004 - to cut
                 return self._run_whole(call, run, args, kwargs)
@@ -148,6 +163,11 @@ def _read(model: nn.Module, call: Mapping[str, Any]) -> _Call:
     except AttributeError as error:
         message = f"the plan runs `{path}` in slices, which the model does not have"
         raise UsageError(message) from error
+
+
+def _sees_slices(module: nn.Module) -> str | None:
+    """What would see slices of a call, as a clause."""
+    return forward_hooks(module, own=False, ours=False) or function_mode()
 
 
 def _only_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

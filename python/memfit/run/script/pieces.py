@@ -122,7 +122,7 @@ class PiecesOfBatch:
         """
         others = sorted(own_forwards(model)) if kind_of(key) in self._kinds else []
         if others:  # it came since the model's code was read
-            self.refuse(f"`{others[0]}` has a `forward` of its own by now")
+            self.refuse(f"`{others[0] or 'the model'}` has a `forward` of its own by now")
         if kind_of(key) in self._kinds or not budget_bytes:
             return
         if self._fits_whole(key, model, inputs, int(CLEARLY * budget_bytes) - live_bytes):

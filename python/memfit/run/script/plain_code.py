@@ -48,6 +48,16 @@ _REACHING_OUT = frozenset({"DELETE_GLOBAL", "IMPORT_FROM", "IMPORT_NAME", "STORE
 
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 
+_KEEPING = frozenset({"STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"})
+
+_ADDING = frozenset(
+    {
+        *("append", "extend", "insert", "pop", "popitem", "register_buffer", "register_hook"),
+        *("retain_grad", "setdefault", "update"),
+    }
+)
+"""Methods that change what they are called on, or have something happen later."""
+
 _NAMES = frozenset(
     {
         *("__class__", "__dict__", "__globals__", "distributed", "hub", "manual_seed"),
@@ -87,6 +97,33 @@ def more_than_computing(model: nn.Module) -> str:
             if reason:
                 return f"`{name}` {reason}"
     return ""
+
+
+def keeps_from_calls(model: nn.Module) -> str:
+    """What the script's own code in a model may keep from a call, as a clause; empty for nothing.
+
+    What runs several times for one call would keep each part.
+
+    Args:
+        model: The model.
+    """
+    for module in model.modules():
+        for kind in filter(_is_own, type(module).__mro__):
+            codes = (getattr(it, "__code__", None) for it in _methods(kind))
+            if any(code is not None and _keeps(code) for code in codes):
+                return f"`{type(module).__name__}` keeps something from a call"
+    return ""
+
+
+def _keeps(code: CodeType) -> bool:
+    """Whether code sets attributes or entries, or adds to a list."""
+    if is_library(code.co_filename):
+        return False
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return any(
+        it.opname in _KEEPING or (it.opname in _ATTRIBUTES and str(it.argval) in _ADDING)
+        for it in dis.get_instructions(code)
+    ) or any(map(_keeps, inner))
 
 
 def _is_own(kind: type) -> bool:

@@ -26,9 +26,11 @@ from torch.utils._pytree import tree_leaves
 from memfit.apply.slices.chunk import ChunkedLoss
 from memfit.run.script.observed import Observation
 from memfit.run.script.pieces import CLEARLY
+from memfit.run.script.plain_code import keeps_from_calls, more_than_computing
 from memfit.run.script.planned_step import PlannedStep
 from memfit.run.script.request import FitRequest
 from memfit.run.script.step_updates import live_bytes
+from memfit.tensors.gradient_hooks import another_forward
 
 KIND = "chunk"
 """The kind of the action."""
@@ -162,11 +164,12 @@ class InSlicesOfRows:
         """Why nothing runs in slices, where that might have helped."""
         return [f"the loss is not computed in slices: {self.refusal}"] if self.refusal else []
 
-    def consider(self, planned: PlannedStep) -> bool:
+    def consider(self, planned: PlannedStep, model: nn.Module) -> bool:
         """A step was planned; have it recorded in slices, if it does not fit.
 
         Args:
             planned: The step, by the best plan so far.
+            model: The model.
 
         Returns:
             Whether it is to be.
@@ -174,14 +177,14 @@ class InSlicesOfRows:
         if not self._may or self.refusal or planned.plan.fits:
             return False
         if self._untried is None and planned.step.way is None:
-            self._untried = self._worth_a_step(planned.step.ways())
+            self._untried = self._worth_a_step(planned.step.ways(), model)
         if self._untried and not self.asks:
             self._tried, self.asks = _action(self._untried.pop(0)), True
         return self.asks
 
-    def _worth_a_step(self, ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _worth_a_step(self, ways: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
         """What is recorded, but for a loss whose logits a step is known to have needed whole."""
-        found = _worth_a_step(ways)
+        found = _worth_a_step(ways, model)
         why = (self._needed_whole.get(it["loss"]["weight"]) for it in found if it.get("loss"))
         self.refusal = next(filter(None, why), "")
         return [] if self.refusal else found
@@ -271,26 +274,35 @@ def widest_layer(model: nn.Module) -> str:
     layers = [
         (len(it.weight), kinds.index(type(it)), path)
         for path, it in model.named_modules()
-        if type(it) in kinds and isinstance(it._parameters.get("weight"), nn.Parameter)
+        if type(it) in kinds
+        and isinstance(it._parameters.get("weight"), nn.Parameter)
         and len(it.weight) > it.weight.shape[1]
     ]
     return f"{max(layers)[-1]}.weight".lstrip(".") if layers else ""
 
 
-def _worth_a_step(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _worth_a_step(ways: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """What is recorded, in this order: the loss in most slices, and wide layers with it.
 
-    A layer that draws random numbers would draw others for each slice.
+    A layer that draws random numbers would draw others for each slice, and one whose code does more
+    than compute would do that once for each.
 
     Args:
         ways: The ways that are worth a capture, from the least in slices to the most.
+        model: The model.
     """
+
+    def may_run(call: dict[str, Any]) -> bool:
+        layer = model.get_submodule(call["module"])
+        other = another_forward(layer) or more_than_computing(layer) or keeps_from_calls(layer)
+        return not (call["draws"] or other)
+
     chunks = [way[KIND] for way in ways if way.keys() == {KIND}]
     losses = [it for it in chunks if not it.get("calls")]
     wide = [
         {**it, "calls": calls}
         for it in chunks
-        if (calls := [call for call in it.get("calls", ()) if not call["draws"]])
+        if (calls := list(filter(may_run, it.get("calls", ()))))
     ]
     return [*losses[-1:], *wide[-1:]]
 

@@ -134,7 +134,9 @@ class Ways:
             pieces: Pieces of the batch in that.
             call: The call that the next step begins with.
         """
-        if self._slices.consider(planned) or self._casting.consider(made, self._device):
+        if self._slices.consider(planned, call.module) or self._casting.consider(
+            made, self._device
+        ):
             return
         self.pieces.planned(planned, made, pieces, call.key, call.module, call.inputs)
         if not self.pieces.asks_for_more(call.key):
