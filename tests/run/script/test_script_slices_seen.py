@@ -218,3 +218,18 @@ def test_features_that_a_frozen_head_has_read_may_be_written_to(tmp_path: Path):
         return F.cross_entropy(model(x).reshape(-1, classes), y)
     """
     sliced(tmp_path, loss, "model.head.weight.requires_grad_(False)")
+
+
+def test_no_mode_stays_on_the_stack(tmp_path: Path):
+    loss = """
+        with torch.no_grad():
+            kept = model(x)
+        print([type(it).__name__ for it in modes() if "Deferring" in type(it).__name__][1:])
+        return F.cross_entropy(model(x).reshape(-1, classes), y) + 0 * kept.mean()
+    """
+    before = """
+def modes():
+    stack = range(torch._C._len_torch_function_stack())
+    return [torch._C._get_function_stack_at(place) for place in stack]
+"""
+    sliced(tmp_path, loss, before)

@@ -206,9 +206,11 @@ class _Deferring(TorchFunctionMode):
             yield
         finally:
             self._is_over, self.watches = True, watches
-            if watches or not take_off(self):
+            if watches:
                 _ENDED.append(self)
                 take_off_ended()
+            elif not take_off(self):
+                _ENDED.append(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
