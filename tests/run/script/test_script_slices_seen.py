@@ -171,6 +171,11 @@ LOSSES = {
         model.head.weight.requires_grad_(True)
         return F.cross_entropy(logits.reshape(-1, classes), y)
     """,
+    "a weight that is computed from then on": """
+        if step == 3:
+            torch.nn.utils.parametrizations.spectral_norm(model.head)
+        return F.cross_entropy(model(x).reshape(-1, classes), y)
+    """,
     "a function mode of the script's": """
         if not late:
             return F.cross_entropy(model(x).reshape(-1, classes), y)
