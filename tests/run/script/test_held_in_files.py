@@ -318,6 +318,39 @@ def test_the_frames_of_a_replay_memory_leave_room_for_the_step(tmp_path: Path):
     assert ran.report["fitting"]["verdict"]["kept"], ran.stderr
 
 
+def test_what_an_agent_has_seen_leaves_room_for_each_rows_steps(tmp_path: Path):
+    """8 MiB that are written before each row of steps of 20 MiB."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(
+        tmp_path,
+        "25MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    seen = torch.zeros(32, 16, 4096)
+    model = nn.Sequential(nn.Linear(4096, 512), nn.ReLU(), nn.Linear(512, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for rollout in range(4):
+        for at in range(32):
+            seen[at] = torch.rand(16, 4096)
+            with torch.no_grad():
+                model(seen[at])
+        flat = seen.reshape(-1, 4096)
+        for part in range(6):
+            loss = model(flat[torch.randperm(512)[:128]] / 2).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+    """,
+        offload=str(tmp_path / "disk"),
+    )
+    assert HELD_IN_FILES in ran.loops[0]["notes"]
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 def test_what_is_written_is_memory_again(held: HeldInFiles):
     average, shown = [large()], [large()]
     expected = average[0] + 1
@@ -450,6 +483,41 @@ def test_what_is_written_seldom_goes_again_and_what_is_written_often_stays(held:
     assert written(2, 40 * CALLS) <= 4 * CALLS
     assert 0 < written(1000, 999) < 999, "it has not been written for long"
     assert written(seldom, 10 * seldom) >= 6 * seldom
+
+
+def in_rows(held: HeldInFiles, passes: int, *, each_pass_writes: bool = False) -> list[bool]:
+    """Whether what is written while a model is asked is mapped in later rows of passes."""
+    seen = [large()]
+    expected, found = seen[0].clone(), []
+
+    def write() -> None:
+        seen[0].view(256, 256)[0].add_(1)
+        expected.view(256, 256)[0].add_(1)
+
+    for row in range(5):
+        for _ in range(6):
+            write()
+            held.place(MIB, [], (), is_pass=False)
+        rows = seen[0].view(256, 256)
+        for _ in range(passes):
+            place(held)
+            assert torch.equal(seen[0], expected)
+            assert rows.data_ptr() == seen[0].data_ptr()
+            if row > 1:
+                found.append(is_mapped(seen[0]))
+            if each_pass_writes:
+                write()
+    return found
+
+
+def test_what_is_written_before_passes_and_read_in_them_goes_for_them(held: HeldInFiles):
+    """As what an agent has seen: it is written in each rollout, and read in the passes after it."""
+    assert all(in_rows(held, passes=6))
+
+
+def test_what_few_passes_read_or_passes_write_stays(held: HeldInFiles):
+    assert not any(in_rows(held, passes=2))
+    assert not any(in_rows(held, passes=6, each_pass_writes=True))
 
 
 def test_what_a_graph_holds_when_it_is_written_comes_back_later(held: HeldInFiles):

@@ -156,7 +156,8 @@ class BetweenPasses:
             inputs: What the model is called with.
         """
         if self.held.count:
-            self.held.place(self._budget_bytes(), self.models(), inputs, self._trained())
+            trained = self._trained()
+            self.held.place(self._budget_bytes(), self.models(), inputs, trained, is_pass=False)
         self.begins("evaluation")
 
     def begins(self, what: Begin, *, least_bytes: int = 0) -> None:

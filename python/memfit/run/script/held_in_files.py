@@ -141,6 +141,8 @@ class HeldInFiles:
         models: Iterable[nn.Module],
         inputs: Any,
         trained: Iterable[nn.Module] = (),
+        *,
+        is_pass: bool = True,
     ) -> str:
         """Have what nobody writes in files; a model is about to be called.
 
@@ -149,6 +151,7 @@ class HeldInFiles:
             models: Those that the script calls with gradients on, whose buffers are written.
             inputs: What the next of them is about to be called with.
             trained: Those among them whose parameters may be.
+            is_pass: Whether a pass begins, and not a call without gradients.
 
         Returns:
             Where anything is; empty where all is in memory.
@@ -158,6 +161,7 @@ class HeldInFiles:
             return ""
         self._leaving.clear()
         self._seen.update(self._written.rested())
+        goes_for_passes = self._written.call_begins(is_pass=is_pass)
         worth = int(budget_bytes * _WORTH)
         try:
             leaves = [it for it in tree_leaves(inputs) if isinstance(it, Tensor)]
@@ -166,7 +170,9 @@ class HeldInFiles:
             own.update(id(it) for model in trained for it in model.parameters() if it.requires_grad)
             self._map(self._aged(own, leaves), worth, place)
             has_grown = self._has_grown(worth) or self._is_first
-            if has_grown and self._looks < MOST_LOOKS:
+            if goes_for_passes:
+                self._look_for_passes(own, leaves, worth, place)
+            elif has_grown and self._looks < MOST_LOOKS:
                 self._look(own, leaves, worth, place)
         except (OSError, RuntimeError):
             self._is_over = True  # what went is there, and the others stay
@@ -324,6 +330,21 @@ class HeldInFiles:
         )
         left = (it for memory in found for it in memory.tensors if key_of(it) not in self._mapped)
         self._seen = {id(it): weakref.ref(it) for it in left}
+
+    def _look_for_passes(self, own: set[int], inputs: list[Tensor], worth: int, place: str) -> None:
+        """Map what passes are about to read, with views of it that were not there before.
+
+        Such a look counts among those that are taken only where it was in vain.
+
+        Raises:
+            OSError: As :meth:`_look`.
+            RuntimeError: As :meth:`_look`.
+        """
+        if self._looks < MOST_LOOKS:
+            count = self.count
+            self._is_first = True
+            self._look(own, inputs, worth, place)
+            self._looks -= self.count > count
 
     def _look_at_writes(self, place: str, inputs: Iterable[Tensor]) -> None:
         """Give other memory to what was written since it went.
