@@ -70,6 +70,25 @@ def test_an_evaluation_is_recorded_for_pieces_only_where_its_whole_does_not_fit(
             assert len(proofs) == count
 
 
+def test_an_evaluation_runs_in_pieces_while_it_lacks_room(proofs: list[str]):
+    """As of a frozen teacher, whose parameters go to files once a step lacks room."""
+    of_batch = PiecesOfBatch(FitRequest("1GiB", Options(allow="equivalent")))
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)).eval()
+    inputs = ((torch.randn(1024, 64),), {})
+    counts = []
+    with torch.no_grad():
+        whole = model(*inputs[0])
+        for live_mib in (31, 0, 31, 30, 0):
+            live_bytes = live_mib << 20
+            with of_batch.evaluation(
+                key_of(model, inputs), model, inputs, live_bytes, budget_bytes=36 << 20
+            ):
+                torch.testing.assert_close(model(*inputs[0]), whole)
+            counts.append(of_batch.evaluations)
+    assert counts == [1, 1, 2, 3, 3]
+    assert proofs == ["proof"]
+
+
 def test_that_one_call_mixes_items_refuses_no_other(proofs: list[str]):
     """As of a network that is trained with its normalisations frozen from some epoch on."""
     request = FitRequest("1GiB", Options(allow="equivalent"))

@@ -65,7 +65,7 @@ class PiecesOfBatch:
         self._is_asked = options.promise != "exact" and "micro_batch" not in options.forbid
         self.evaluations = 0
         self._known_code: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._evaluated: dict[Key, InPieces | None] = {}
+        self._evaluated: dict[Key, _Evaluation] = {}
         self._kinds: dict[Key, _Kind] = {}
         self._whole_bytes: dict[Key, int | None] = {}
         self._mixed: set[Key] = set()
@@ -199,10 +199,10 @@ class PiecesOfBatch:
         if key not in self._evaluated:
             if len(self._evaluated) == MOST_EVALUATIONS:
                 return nullcontext()
-            room = int(CLEARLY * budget_bytes) - live_bytes
-            self._evaluated[key] = _evaluated(model, inputs, room)
-        pieces = self._evaluated[key]
-        if pieces is None or pieces.diverged:
+            self._evaluated[key] = _Evaluation()
+        room = int(CLEARLY * budget_bytes) - live_bytes
+        pieces = self._evaluated[key].pieces(model, inputs, room)
+        if pieces is None:
             return nullcontext()
         self.evaluations += 1
         return pieces.forward()
@@ -275,20 +275,58 @@ class _Kind:
         return min(self.apart.items // LEAST_ROWS, MOST_PIECES)
 
 
-def _evaluated(model: nn.Module, inputs: Any, room: int) -> InPieces | None:
-    """How a call without gradients runs in pieces; ``None`` where it fits whole, or has to."""
-    try:
-        whole = call_bytes(model, *inputs)
-        if whole is not None and whole <= room:
+@dataclass(slots=True)
+class _Evaluation:
+    """Calls without gradients of one key; what is free differs from one to the next.
+
+    Attributes:
+        whole_bytes: What one takes, as far as fakes tell; 0 before they were asked.
+        apart: How one may run in pieces; ``None`` before that was asked.
+        has_to_be_whole: Whether it may not.
+        by_count: Those that run in so many.
+    """
+
+    whole_bytes: int | None = 0
+    apart: ItemsApart | None = None
+    has_to_be_whole: bool = False
+    by_count: dict[int, InPieces] = field(default_factory=dict)
+
+    def pieces(self, model: nn.Module, inputs: Any, room: int) -> InPieces | None:
+        """How one runs in pieces; ``None`` where it fits whole, or has to.
+
+        Args:
+            model: The model.
+            inputs: What it is called with.
+            room: What is free.
+        """
+        self.has_to_be_whole |= any(it.diverged for it in self.by_count.values())
+        if self.has_to_be_whole:
             return None
-        call = items_apart(model, inputs[0], inputs[1], _look)
-    except ItemsMixedError:
-        return None
-    if call.forward_bytes <= room:
-        return None
-    own = call.forward_bytes - call.result_bytes
-    count = min(_pieces(own, room - call.result_bytes), call.items // LEAST_ROWS)
-    return InPieces(model, count, call.action(count)["micro_batch"])
+        try:
+            call = self._apart(model, inputs, room)
+        except ItemsMixedError:
+            self.has_to_be_whole = True
+            return None
+        if call is None or call.forward_bytes <= room:
+            return None
+        own = call.forward_bytes - call.result_bytes
+        count = min(_pieces(own, room - call.result_bytes), call.items // LEAST_ROWS)
+        if count not in self.by_count:
+            self.by_count[count] = InPieces(model, count, call.action(count)["micro_batch"])
+        return self.by_count[count]
+
+    def _apart(self, model: nn.Module, inputs: Any, room: int) -> ItemsApart | None:
+        """How the call may run in pieces; ``None`` where it fits whole.
+
+        Raises:
+            ItemsMixedError: It may not.
+        """
+        if self.whole_bytes == 0:
+            self.whole_bytes = call_bytes(model, *inputs)
+        if self.whole_bytes is not None and self.whole_bytes <= room:
+            return None
+        self.apart = self.apart or items_apart(model, inputs[0], inputs[1], _look)
+        return self.apart
 
 
 def _lasting_at_peak(plan: Plan) -> int:
