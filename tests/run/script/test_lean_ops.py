@@ -8,9 +8,10 @@ import pytest
 import torch
 from ran import inline
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memfit.options import Options
-from memfit.run.script.lean_ops import IN_PIECES, LeanOps, LeanWay
+from memfit.run.script.lean_ops import ENOUGH_PASSES, IN_PIECES, LeanOps, LeanWay
 from memfit.run.script.request import FitRequest
 from memfit.run.script.verdict import Peak
 from memfit.track import cpu
@@ -57,6 +58,24 @@ def test_a_batch_that_normalisation_mixes_trains_with_less_scratch(tmp_path: Pat
     exact = inline(tmp_path / "exact", "18MiB", NET, **options)
     assert IN_PIECES not in exact.loops[0]["notes"]
     assert not exact.report["fitting"]["verdict"]["kept"]
+
+
+@pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.Conv1d(8, 8, 1)], ids=repr)
+def test_each_op_is_looked_at_only_where_there_are_some_to_cut(module: nn.Module):
+    """Until a step is recorded anew, which may hold others."""
+    cut, looked_at = LeanWay(), []
+
+    def passes(count: int) -> list[int]:
+        for _ in range(count):
+            with lean().in_pieces(1 << 30, {}, cut):
+                looked_at.append(len(_get_current_dispatch_mode_stack()))
+                module(torch.randn(2, 8, 8))
+        return looked_at[-2:]
+
+    has_some = isinstance(module, nn.Conv1d)
+    assert passes(ENOUGH_PASSES + 2) == 2 * [has_some]
+    cut.was_mixed()
+    assert passes(2) == [1, 1]
 
 
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])

@@ -39,6 +39,10 @@ LEAST_ITEMS = 2
 LEAST_ROWS = 4
 """Fewer rows of an image, or planes of a volume, would read mostly what their neighbours do."""
 
+ENOUGH_PASSES = 4
+"""After so many without such an op nobody looks at each op of a model for one any more, until a
+step of it is recorded anew."""
+
 _PART = 1 / 32
 """Part of the budget that a piece may take inside."""
 
@@ -52,6 +56,7 @@ IN_PIECES = "large convolutions and normalisations run in pieces, which may chan
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _OF_NORM = torch.ops.aten.native_batch_norm_backward.default
+_LARGE = frozenset((_FORWARD, _BACKWARD, _OF_NORM))
 _IMAGES = 4
 """Dimensions of a batch of images; volumes have one more."""
 
@@ -67,6 +72,7 @@ class LeanWay:
         has_run: One ran so in it.
         would_run: One is large enough to.
         most_spared_bytes: The most that one would have spared in it that ran as it is.
+        passes_without: Passes, and other calls, in a row in which there was none, of any size.
     """
 
     def __init__(self, *, always: bool = False) -> None:
@@ -78,6 +84,7 @@ class LeanWay:
         self.always = always
         self.is_planned_without = self.has_run = self.would_run = False
         self.most_spared_bytes = 0
+        self.passes_without = 0
 
     def pass_begins(self, *, is_planned_without: bool = False) -> None:
         """A pass begins.
@@ -91,6 +98,7 @@ class LeanWay:
 
     def was_mixed(self) -> bool:
         """Whether some ops of a recorded step ran so, others did not: from now on, all do."""
+        self.passes_without = 0
         is_mixed = self.has_run and not self.always
         self.always |= is_mixed
         return is_mixed
@@ -143,7 +151,7 @@ class LeanOps:
             notes: Said at the end; of those that ran so, too.
             cut: Which of them do.
         """
-        if not (self._may and budget_bytes):
+        if not (self._may and budget_bytes) or cut.passes_without >= ENOUGH_PASSES:
             yield
             return
         mode = _InPieces(budget_bytes, cut)
@@ -151,6 +159,7 @@ class LeanOps:
             with entered(mode):
                 yield
         finally:
+            cut.passes_without = 0 if mode.has_seen else cut.passes_without + 1
             if mode.has_cut:
                 notes[IN_PIECES] = None
 
@@ -165,7 +174,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._budget_bytes = budget_bytes
         self._cut = cut
         self._formulas = Formulas()
-        self.has_cut = False
+        self.has_cut = self.has_seen = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -179,6 +188,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        self.has_seen = self.has_seen or func in _LARGE
         if func is _FORWARD and not kwargs:
             return self._forward(args)
         if func is _BACKWARD and not kwargs:
