@@ -124,6 +124,29 @@ def seen(idle: Callable[[], bool] = lambda: True) -> tuple[ParameterUses, list[A
     return uses, found
 
 
+def test_nothing_is_seen_of_what_is_done_aside():
+    uses, found = seen()
+    weight = torch.randn(4, 4, requires_grad=True)
+    uses.watch()
+    try:
+        with uses.aside():
+            assert not _len_torch_function_stack()
+            weight @ weight
+            with uses.aside():
+                weight @ weight
+        assert not found
+        weight @ weight
+        assert found
+        found.clear()
+        with TorchFunctionMode():
+            height = _len_torch_function_stack()
+            with uses.aside():  # what lies above stays where it is
+                assert _len_torch_function_stack() == height
+    finally:
+        uses.leave()
+    assert not _len_torch_function_stack()
+
+
 def test_a_use_is_seen_before_it_runs_and_a_look_is_none():
     uses, found = seen()
     weight = torch.randn(4, 4, requires_grad=True)

@@ -12,6 +12,7 @@ between steps only, and until all optimizers that were made have stepped, unless
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -93,6 +94,22 @@ class ParameterUses:
         if _top() is self._mode:
             self._mode.__exit__(None, None, None)
             self._mode = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Have memfit's own look at many tensors cost what it costs without the mode.
+
+        Whoever is inside enters no function mode that stays.
+        """
+        mode = self._mode
+        is_last = mode is not None and _top() is mode
+        if mode is not None and is_last:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if mode is not None and is_last:
+                mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 class _Uses(TorchFunctionMode):

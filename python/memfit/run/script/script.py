@@ -223,6 +223,7 @@ class AdoptedScript:
 
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
+        self._parameter_uses.leave()  # first: it would see all that memfit looks at
         call = self._turns.told_apart(call)
         self._files.gradients.pass_begins()
         loop = self._loop_of(root)
@@ -245,7 +246,6 @@ class AdoptedScript:
         if loop.refusal and not was_refused:
             self._say_unplanned(loop)
         self._current = CurrentPass(loop, root, call, running)
-        self._parameter_uses.leave()
         recorder = recorder_of(self._current)
         if recorder is not None:
             recorder.lean = loop.lean_backward
@@ -273,7 +273,8 @@ class AdoptedScript:
         if self._current is not None and self._current.running.in_forward:
             return
         if self._current is None:
-            self._give_room_between(call.inputs)
+            with self._parameter_uses.aside():
+                self._give_room_between(call.inputs)
         loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if loop is not None:
             if self._current is None:
@@ -282,7 +283,9 @@ class AdoptedScript:
             self._evaluation.enter_context(loop.evaluation(call, in_step=in_step))
             self._files.gradients.parameters_went()
         elif self._current is None and not self._refusal:
-            self._evaluation.enter_context(self._untrained.forward(call, self._kept.budget_bytes))
+            with self._parameter_uses.aside():
+                inside = self._untrained.forward(call, self._kept.budget_bytes)
+            self._evaluation.enter_context(inside)
 
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
