@@ -54,6 +54,9 @@ _YOUNG = 0
 OF_UPDATE = "scratch memory of an optimizer's step"
 """Who holds what an optimizer has made to update parameters."""
 
+OF_BACKWARD = "gradients of activations and scratch memory of a backward"
+"""Likewise, of what a backward has made or read again."""
+
 _IDLE = ", which no backward has run through: where none will, use `torch.no_grad()`"
 
 AUTOCAST = "copies of parameters that autocast keeps to the end of its block"
@@ -127,6 +130,7 @@ class Look:
         sizes: Bytes of each of them.
         direct: Addresses of those that are not held by graphs alone.
         static: Addresses of what models and optimizers have.
+        temporary: What is said of what torch holds in a function of its own.
     """
 
     walk: Walk
@@ -136,6 +140,7 @@ class Look:
     sizes: dict[int, int] = field(default_factory=dict)
     direct: set[int] = field(default_factory=set)
     static: set[int] = field(default_factory=set)
+    temporary: str = ""
 
 
 def look(more: Sequence[Running] = ()) -> Look:
@@ -153,7 +158,7 @@ def look(more: Sequence[Running] = ()) -> Look:
         elif category == CAST_CACHE:
             owner = NAMES.named(AUTOCAST)
         elif category == TEMPORARY:
-            owner = NAMES.named(OF_UPDATE)
+            owner = NAMES.named(found.temporary)
         groups.setdefault((category, owner), []).append(address)
     for (category, owner), addresses in groups.items():
         _native.label_blocks(addresses, category, owner)
@@ -172,11 +177,12 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
     """
     young = _young() if with_results else []
     running = variables.frames(more)
-    update = variables.updating()
-    of_update = variables.inside(update) if update is not None else ()
-    frames_of_update = [one for one in running if id(one[0]) in of_update]
-    running = [one for one in running if id(one[0]) not in of_update]
-    found = Look(Walk(), variables.here())
+    update, backward = variables.updating(), variables.in_backward()
+    within = update or backward
+    of_torch = variables.inside(within) if within is not None else ()
+    frames_of_torch = [one for one in running if id(one[0]) in of_torch]
+    running = [one for one in running if id(one[0]) not in of_torch]
+    found = Look(Walk(), variables.here(), temporary=OF_BACKWARD if update is None else OF_UPDATE)
     functions = []
     for variable, value in (*variables.of_modules(running), *variables.of_frames(running)):
         if isinstance(value, FunctionType):
@@ -185,11 +191,11 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
             found.walk.from_variable(variable, value)
     for variable, value in functions:  # what they close over has names of its own
         found.walk.from_variable(variable, value)
-    for variable, value in variables.of_frames(frames_of_update):
+    for variable, value in variables.of_frames(frames_of_torch):
         found.walk.from_variable(variable, value, TEMPORARY)
     for tensor in young:
         if not found.walk.has_seen(tensor):
-            found.walk.from_variable(found.here, tensor, TEMPORARY if of_update else VARIABLE)
+            found.walk.from_variable(found.here, tensor, TEMPORARY if of_torch else VARIABLE)
     _assign(found)
     return found
 

@@ -27,7 +27,7 @@ import torch
 from memfit import _native
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cpu import Reading, Window
-from memfit.track.look import NAMES, OF_UPDATE, Look, Owner, is_own, look, undisturbed
+from memfit.track.look import NAMES, OF_BACKWARD, OF_UPDATE, Look, Owner, is_own, look, undisturbed
 from memfit.track.owners import ACTIVATION, OTHER, TEMPORARY
 from memfit.track.variables import Running
 
@@ -53,8 +53,6 @@ _FEW_EVENTS = 2000
 _FEW_BACKWARDS = 2
 _TOLD = 0.9
 """The part of a peak that must have an owner for it to be told well."""
-
-_OF_BACKWARD = "gradients of activations and scratch memory of a backward"
 
 
 @dataclass(slots=True, frozen=True)
@@ -242,7 +240,7 @@ class Looks:
     def backward_ended(self) -> None:
         """Name what backward made for itself."""
         if self._stretch is not None and not self._is_looking:
-            _native.label_gone_blocks(self._backward_event, TEMPORARY, NAMES.named(_OF_BACKWARD))
+            _native.label_gone_blocks(self._backward_event, TEMPORARY, NAMES.named(OF_BACKWARD))
 
     def update_ended(self, since: int) -> None:
         """Name what an optimizer made for itself.

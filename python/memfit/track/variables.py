@@ -21,6 +21,7 @@ from memfit.libraries import PACKAGE, is_library
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OF_STEPS = _TORCH + "optim/optimizer.py"
+_OF_BACKWARDS = PACKAGE + "track/backwards.py"
 _OPTIMIZED = 1  # CO_OPTIMIZED: the variables are not in a dictionary
 _OWN_REFERENCES = 3  # the frame's, that of `_emptied` and that of `getrefcount`'s argument
 
@@ -247,6 +248,23 @@ def updating() -> FrameType | None:
         if code.co_filename == _OF_STEPS and code.co_name == "wrapper":
             return frame
         if not is_library(code.co_filename):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def in_backward() -> FrameType | None:
+    """The frame that runs a backward, where no code of the program's runs in it.
+
+    Ops of a backward are seen in Python where memfit records or plans a step. In a backward of a
+    function of the program's, or in a hook, variables have names that say more.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _OF_BACKWARDS and code.co_name == "run_backward":
+            return frame
+        if not (is_memfit(frame) or is_library(code.co_filename)):
             return None
         frame = frame.f_back
     return None
