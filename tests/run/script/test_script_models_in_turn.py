@@ -139,3 +139,52 @@ def test_gradients_that_another_models_loss_fills_wait_in_files(tmp_path: Path):
     ran = inline(tmp_path, "14MiB", CRITICISED, offload="chosen")
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert all(loop["observed"]["peak_bytes"] < 12 << 20 for loop in ran.loops)
+
+
+def test_the_teacher_of_a_later_run_is_in_files_when_it_is_first_called(tmp_path: Path):
+    """8.5 MiB of it, some more of its call, and from the second run on 4 more of what is kept."""
+    (tmp_path / "disk").mkdir()
+    ran = inline(
+        tmp_path,
+        "19MiB",
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    x = torch.rand(512, 1024)
+    kept = []
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(1024, 256)
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(12))
+            self.last = nn.Linear(256, 64)
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = torch.tanh(layer(x)) * 1.1
+            return self.last(x)
+
+    def run():
+        teacher = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(True), nn.Linear(2048, 64))
+        student = Student()
+        optimizer = torch.optim.SGD(student.parameters(), 0.01)
+        for step in range(4):
+            with torch.no_grad():
+                answers = teacher(x)
+            loss = nn.functional.mse_loss(student(x), answers)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+
+    run()
+    kept.append(torch.rand(4, 512, 512))
+    run()
+    print(kept[0].sum().item())
+    """,
+        offload=str(tmp_path / "disk"),
+    )
+    assert ran.fitting["verdict"]["kept"], ran.stderr

@@ -272,10 +272,12 @@ class AdoptedScript:
         """A model is about to be called without gradients."""
         if self._current is not None and self._current.running.in_forward:
             return
+        loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if self._current is None:
             with self._parameter_uses.aside():
+                if loop is None and self._untrained.is_new(root):
+                    self._files.held.look_anew()  # at a teacher, say, that was made just now
                 self._give_room_between(call.inputs)
-        loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if loop is not None:
             if self._current is None:
                 self._evaluation.enter_context(self._lean_ops_of(loop))

@@ -35,7 +35,18 @@ class UntrainedModels:
         self._pieces: weakref.WeakKeyDictionary[nn.Module, PiecesOfBatch] = (
             weakref.WeakKeyDictionary()
         )
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._count = 0
+
+    def is_new(self, model: nn.Module) -> bool:
+        """Whether a model is called for the first time; it is not new from then on.
+
+        Args:
+            model: The outermost that is called.
+        """
+        is_new = model not in self._known
+        self._known.add(model)
+        return is_new
 
     def forward(self, call: Call, budget_bytes: int) -> AbstractContextManager[None]:
         """What a call runs inside.
