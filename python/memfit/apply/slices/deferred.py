@@ -168,7 +168,7 @@ class Whole:
         return self._computed
 
     def anew(self) -> Tensor:
-        """The logits as nobody has written to them."""
+        """The logits before any write to them."""
         return self._linear(self._given.linear())
 
     def _linear(self, linear: Linear) -> Tensor:

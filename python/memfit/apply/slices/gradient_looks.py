@@ -27,7 +27,7 @@ class Looks:
     Attributes:
         logits: Makes the logits at each place that is looked at: those of the head, or what follows
             from them.
-        linear: Tells what the head was called with; ``None`` where nobody looks.
+        linear: Tells what the head was called with; ``None`` where nothing looks.
     """
 
     logits: dict[object, Callable[[], Tensor]] = field(default_factory=dict)

@@ -40,8 +40,8 @@ LEAST_ROWS = 4
 """Fewer rows of an image, or planes of a volume, would read mostly what their neighbours do."""
 
 ENOUGH_PASSES = 4
-"""After so many without such an op nobody looks at each op of a model for one any more, until a
-step of it is recorded anew."""
+"""After so many without such an op the ops of a model are no longer searched for one, until a step
+of it is recorded anew."""
 
 _PART = 1 / 32
 """Part of the budget that a piece may take inside."""

@@ -99,7 +99,7 @@ class ParameterUses:
     def aside(self) -> Iterator[None]:
         """Have memfit's own look at many tensors cost what it costs without the mode.
 
-        Whoever is inside enters no function mode that stays.
+        What runs inside enters no function mode that stays.
         """
         mode = self._mode
         is_last = mode is not None and _top() is mode
