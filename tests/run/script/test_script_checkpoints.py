@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import pytest
 from ran import assert_within_budget, inline
 
 NET = """
@@ -195,3 +196,41 @@ def test_a_checkpoint_that_stays_around_a_model_is_said_and_no_hooks_of_the_scri
     assert [note for note in loop["notes"] if note.startswith(f"some steps run unplanned: {why}")]
     assert "hooks" not in ran.stderr
     assert ran.fitting["verdict"]["why"].startswith("a step ran unplanned: the script checkpoints")
+
+
+PAIRS = """
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+
+    class Encoder(nn.Module):
+        def __init__(self, width=64):
+            super().__init__()
+            self.into = nn.Linear(width, width)
+            layers = (nn.TransformerEncoderLayer(width, 4, batch_first=True) for _ in range(4))
+            self.layers = nn.ModuleList(layers)
+        def forward(self, x):
+            x = self.into(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=REENTRANT)
+            return x
+
+    model = Encoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        loss = model(torch.randn(16, 32, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"{loss.item():.5f}")
+"""
+
+
+@pytest.mark.parametrize("reentrant", ["False", "True"])
+def test_they_are_met_after_memfit_has_recorded_the_model_on_fakes(tmp_path: Path, reentrant: str):
+    """That recording meets them by itself, and puts back what met them before."""
+    code = PAIRS.replace("REENTRANT", reentrant)
+    (loop,) = inline(tmp_path, "26MiB", code, fitting=("--allow", "equivalent")).loops
+    assert UNDONE in loop["notes"]

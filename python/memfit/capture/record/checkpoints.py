@@ -91,36 +91,42 @@ class Checkpoints:
         self._generator = function("checkpoint_generator")
         self._signature = inspect.signature(self._generator)
         self._stand_in: Any = None
+        self._apply: Any = None
+        self._before: tuple[Any, Any] = (None, None)
         self._standing: dict[str, tuple[Any, Any]] = {}
         self.hooks: Hooks | None = None
 
     def install(self) -> None:
-        """Stand in for both kinds."""
+        """Stand in for both kinds; what stands in already does so again after :meth:`remove`."""
 
         @functools.wraps(self._generator)
         def stand_in(*given: Any, **options: Any) -> Iterator[None]:
             return self._without_reentrance(*given, **options)
 
+        name, kind = self._generator.__name__, CheckpointFunction
+        self._before = getattr(of_torch, name), vars(kind).get("apply")
         self._stand_in = stand_in
-        setattr(of_torch, self._generator.__name__, stand_in)
+        setattr(of_torch, name, stand_in)
         for original in (of_torch._checkpoint_hook, of_torch._recomputation_hook):
             name = original.__name__
             self._standing[name] = (original, self._hooked(original))
             setattr(of_torch, name, self._standing[name][1])
-        CheckpointFunction.apply = self._reentrant(
-            super(CheckpointFunction, CheckpointFunction).apply
-        )
+        self._apply = self._reentrant(super(kind, kind).apply)
+        kind.apply = self._apply
 
     def remove(self) -> None:
-        """Put torch's own back, where nobody else stands in for them."""
-        name = self._generator.__name__
+        """Put back what was there, where nothing else stands in by now."""
+        name, (generator, apply) = self._generator.__name__, self._before
         if getattr(of_torch, name) is self._stand_in:
-            setattr(of_torch, name, self._generator)
+            setattr(of_torch, name, generator)
         for name, (original, standing) in self._standing.items():
             if getattr(of_torch, name) is standing:
                 setattr(of_torch, name, original)
-        if "apply" in vars(CheckpointFunction):
-            del CheckpointFunction.apply
+        if vars(CheckpointFunction).get("apply") is self._apply:
+            if apply is None:
+                del CheckpointFunction.apply
+            else:
+                CheckpointFunction.apply = apply
 
     def _without_reentrance(self, *given: Any, **options: Any) -> Iterator[None]:
         """Torch's generator, which yields once, where the body runs."""
