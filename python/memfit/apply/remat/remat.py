@@ -24,6 +24,7 @@ from torch import nn
 from memfit.apply.offload.activations import MOST_FORWARDS, Stay, Transit
 from memfit.apply.part import Part
 from memfit.apply.precision.narrow import NarrowTier
+from memfit.apply.remat.around_calls import around_calls, looking_for_hooks
 from memfit.apply.remat.directions import Directions, Region
 from memfit.apply.remat.replay import Replayer
 from memfit.apply.remat.watch import Observations, Watch
@@ -127,6 +128,7 @@ class Rematerialiser(Part):
                 raise UsageError(message) from error
             self._calls.setdefault(module, {})[region.call] = region
         called = dict(model.named_modules())
+        self._looking_for_hooks = looking_for_hooks(model)
         self._not_called = {called[path]: path for path in not_called if path in called}
         self._model = weakref.ref(model)
 
@@ -224,10 +226,8 @@ class Rematerialiser(Part):
             entered -= 1
             running.leave(complete=sys.exc_info()[0] is None)
 
-        return [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, prepend=True, always_call=True),
-        ]
+        by_hooks = module.training or module not in self._looking_for_hooks
+        return around_calls(module, before, after, by_hooks=by_hooks)
 
     def _unwatched(self) -> Iterator[nn.Module]:
         """The largest modules in which the plan watches nothing, and which watch nothing yet.

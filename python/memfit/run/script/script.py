@@ -270,6 +270,8 @@ class AdoptedScript:
 
     def _evaluate(self, root: nn.Module, call: Call) -> None:
         """A model is about to be called without gradients."""
+        # Torch's layers run other ops where a function mode is on.
+        self._evaluation.enter_context(self._parameter_uses.aside())
         if self._current is not None and self._current.running.in_forward:
             return
         loop = next((loop for loop in self._loops if loop.is_of(root)), None)
