@@ -165,6 +165,13 @@ LOSSES = {
         model.head.weight.requires_grad_(True)
         return loss
     """,
+    "weights that are frozen by name when the loss is computed": """
+        logits = model(x)
+        model.head.weight.requires_grad_(requires_grad=not late)
+        loss = F.cross_entropy(logits.reshape(-1, classes), y)
+        model.head.weight.requires_grad_(requires_grad=True)
+        return loss
+    """,
     "weights that are trained again when the loss is computed": """
         model.head.weight.requires_grad_(not late)
         logits = model(x)

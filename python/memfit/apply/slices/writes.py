@@ -54,7 +54,8 @@ def make_what_is_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if not WATCHED or not _writes(func, kwargs):
         return
     first = args[0] if args else list(kwargs.values())
-    if func in _TRAINS and (args[1:] or (True,))[0] == getattr(first, "requires_grad", None):
+    trains = args[1] if args[1:] else kwargs.get("requires_grad", True)
+    if func in _TRAINS and trains == getattr(first, "requires_grad", None):
         return  # as it is
     written = {key for it in (first, kwargs.get("out")) for key in _memory(it)}
     for put_off in list(WATCHED):
