@@ -147,6 +147,22 @@ def test_nothing_is_seen_of_what_is_done_aside():
     assert not _len_torch_function_stack()
 
 
+def test_what_is_left_while_aside_does_not_come_back():
+    uses, found = seen()
+    uses.watch()
+    with uses.aside():
+        uses.leave()  # as where something compiled begins to run
+    height = _len_torch_function_stack()
+    uses.leave()
+    assert not height
+    with uses.aside():
+        uses.watch()
+    assert _len_torch_function_stack() == 1
+    uses.leave()
+    assert not _len_torch_function_stack()
+    assert not found
+
+
 def test_a_use_is_seen_before_it_runs_and_a_look_is_none():
     uses, found = seen()
     weight = torch.randn(4, 4, requires_grad=True)

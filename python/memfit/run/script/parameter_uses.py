@@ -73,6 +73,7 @@ class ParameterUses:
         self._used = used
         self._takes = takes
         self._mode: _Uses | None = None
+        self._is_left = False
 
     def watch(self, *, begin: bool = True) -> None:
         """See ops from now on, unless the script has a mode of its own: it takes off the last.
@@ -88,6 +89,7 @@ class ParameterUses:
 
     def leave(self) -> None:
         """See none; the mode itself goes if none of the script's lies above it."""
+        self._is_left = True
         if self._mode is None:
             return
         self._mode.sees = False
@@ -97,19 +99,23 @@ class ParameterUses:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Have memfit's own look at many tensors cost what it costs without the mode.
+        """See none inside this, where the mode would be noticed, or cost more than what runs.
 
-        What runs inside enters no function mode that stays.
+        What runs inside enters no function mode that stays. It may :meth:`leave` for good.
         """
-        mode = self._mode
-        is_last = mode is not None and _top() is mode
-        if mode is not None and is_last:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        mode, self._mode = self._mode, None
+        if mode is None or _top() is not mode:
+            self._mode = mode
+            yield
+            return
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._is_left = False
         try:
             yield
         finally:
-            if mode is not None and is_last:
+            if self._mode is None and not self._is_left:
                 mode.__enter__()  # type: ignore[no-untyped-call]
+                self._mode = mode
 
 
 class _Uses(TorchFunctionMode):

@@ -276,10 +276,9 @@ class AdoptedScript:
             return
         loop = next((loop for loop in self._loops if loop.is_of(root)), None)
         if self._current is None:
-            with self._parameter_uses.aside():
-                if loop is None and self._untrained.is_new(root):
-                    self._files.held.look_anew()  # at a teacher, say, that was made just now
-                self._give_room_between(call.inputs)
+            if loop is None and self._untrained.is_new(root):
+                self._files.held.look_anew()  # at a teacher, say, that was made just now
+            self._give_room_between(call.inputs)
         if loop is not None:
             if self._current is None:
                 self._evaluation.enter_context(self._lean_ops_of(loop))
@@ -287,9 +286,7 @@ class AdoptedScript:
             self._evaluation.enter_context(loop.evaluation(call, in_step=in_step))
             self._files.gradients.parameters_went()
         elif self._current is None and not self._refusal:
-            with self._parameter_uses.aside():
-                inside = self._untrained.forward(call, self._kept.budget_bytes)
-            self._evaluation.enter_context(inside)
+            self._evaluation.enter_context(self._untrained.forward(call, self._kept.budget_bytes))
 
     def _give_room_between(self, inputs: Any) -> None:
         """Have elsewhere what a call between passes does not need, where a loop lacks room."""
