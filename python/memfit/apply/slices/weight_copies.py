@@ -113,7 +113,7 @@ _REAL = frozenset({Tensor, nn.Parameter})
 
 
 def _agree(before: tuple[bytes, ...], now: tuple[bytes, ...]) -> bool:
-    """Whether samples are of the same values; of what is not in memory they say nothing."""
+    """Whether samples agree; that of a tensor outside memory is empty, and agrees with any."""
     return all(a == b or not (a and b) for a, b in zip(before, now, strict=True))
 
 
