@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.abc import Loader
@@ -353,6 +354,8 @@ def _main() -> None:
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has but one thread"
     gc.freeze()  # the collector would copy every page of it in every fork
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's take its operators apart, with a copy of every page
     words = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     try:
         if words is not None:

@@ -479,6 +479,8 @@ fn bound_of(rungs: &[Rung]) -> Vec<FrontBound> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
+
     use proptest::strategy::{Strategy, ValueTree};
     use proptest::test_runner::TestRunner;
 
@@ -507,6 +509,15 @@ mod tests {
         traces
     }
 
+    /// Two dozen traces, each with its front.
+    static FRONTS: LazyLock<Vec<(Trace, Front)>> = LazyLock::new(|| {
+        let with_front = |trace| {
+            let front = made(&trace, 1);
+            (trace, front)
+        };
+        traces(24).into_iter().map(with_front).collect()
+    });
+
     fn made(trace: &Trace, threads: usize) -> Front {
         let request = FrontRequest {
             threads,
@@ -518,8 +529,7 @@ mod tests {
     #[test]
     fn no_point_is_dominated_and_every_point_is_the_plan_at_its_budget() {
         let (mut seen, mut longest) = (0, 0);
-        for trace in traces(24) {
-            let front = made(&trace, 1);
+        for (trace, front) in &*FRONTS {
             longest = longest.max(front.points.len());
             for (number, point) in front.points.iter().enumerate() {
                 for (other, better) in front.points.iter().enumerate() {
@@ -533,7 +543,7 @@ mod tests {
                     allow: point.allow,
                     ..PlanRequest::default()
                 };
-                let alone = plan(&trace, &source(&trace), &request).unwrap();
+                let alone = plan(trace, &source(trace), &request).unwrap();
                 assert_eq!(alone.verdict, Verdict::Fits);
                 assert_eq!(*point, super::point(point.allow, &alone));
                 seen += 1;
@@ -544,8 +554,7 @@ mod tests {
 
     #[test]
     fn the_front_reaches_from_the_unplanned_step_to_the_smallest_peak() {
-        for trace in traces(24) {
-            let front = made(&trace, 1);
+        for (trace, front) in &*FRONTS {
             let first = front.points.first().unwrap();
             let fastest = front.points.iter().map(|point| point.predicted_step_ratio);
             assert!(fastest.fold(f64::INFINITY, f64::min) <= 1.0 + 1e-9);
@@ -561,8 +570,7 @@ mod tests {
 
     #[test]
     fn no_point_lies_where_none_can_be() {
-        for trace in traces(24) {
-            let front = made(&trace, 1);
+        for (trace, front) in &*FRONTS {
             assert!(front.bound.is_sorted_by_key(|bound| bound.peak_bytes));
             for point in &front.points {
                 for bound in &front.bound {
@@ -577,9 +585,9 @@ mod tests {
 
     #[test]
     fn threads_change_nothing() {
-        for trace in traces(12) {
-            let one = serde_json::to_string(&made(&trace, 1)).unwrap();
-            assert_eq!(one, serde_json::to_string(&made(&trace, 5)).unwrap());
+        for (trace, front) in &FRONTS[..12] {
+            let one = serde_json::to_string(front).unwrap();
+            assert_eq!(one, serde_json::to_string(&made(trace, 5)).unwrap());
         }
     }
 
