@@ -27,6 +27,7 @@ from memfit.measure.step_time import cpu_seconds
 from memfit.plan import cost_source
 from memfit.program.target import workload_factory
 from memfit.run.fitted import Fitted
+from memfit.run.profile import profiled
 from record import ROOT, Machine, write_results
 
 EXAMPLES = ("gpt2", "llama", "bert", "t5", "resnet50", "vit", "convnext", "unet")
@@ -82,7 +83,7 @@ def one(name: str, profile: Path) -> dict[str, Any]:
     sources = {
         "quick roofline": roofline(cost_source.quick("cpu")),
         "calibrated": cost_source.roofline("cpu", profile),
-        "profiled step": cost_source.profiled(workload, trace.native),
+        "profiled step": profiled(workload, trace.native),
     }
     request = {"budget": BUDGET, "allow": "exact", "own_loop": False, "forbid": ["micro_batch"]}
     plans = {source: _native.plan(trace.native, cost, request) for source, cost in sources.items()}

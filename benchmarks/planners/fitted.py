@@ -22,10 +22,10 @@ import memfit
 from memfit import _native
 from memfit.errors import NotCompiledWarning
 from memfit.measure.step_time import cpu_seconds
-from memfit.plan import cost_source
 from memfit.plan.alternatives import with_alternatives
 from memfit.run.compiled.fitted import CompiledFitted
 from memfit.run.fitted import Fitted
+from memfit.run.profile import profiled
 
 MINIMUM_ATTEMPTS = 4
 """Budgets tried for the least compiled peak: each refusal names the next."""
@@ -49,8 +49,8 @@ def prepare(workload: memfit.Workload, folder: Path, stem: str) -> dict[str, Any
         Seconds of either; of a step as predicted from the times and as measured right afterwards.
     """
     capture_seconds, trace = _timed(lambda: _captured(workload))
-    cost_source.profiled(workload, trace.native)  # the process's memory settles in its first steps
-    profile_seconds, op_times = _timed(lambda: cost_source.profiled(workload, trace.native))
+    profiled(workload, trace.native)  # the process's memory settles in its first steps
+    profile_seconds, op_times = _timed(lambda: profiled(workload, trace.native))
     trace.save(folder / f"{stem}.memfit")
     (folder / f"{stem}.costs.json").write_text(json.dumps(op_times))
     make_optimizer(workload)
