@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from memfit.tensors import divisor_gradient
 from memfit.tensors.as_without_modes import is_called_by_engine
-
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs an op with arguments by place and by name."""
+from memfit.tensors.divisor_gradient import DivisorGradient, Run, Step
+from memfit.tensors.layouts import PLAIN, decides_layout
 
 _aten = torch.ops.aten
 
@@ -57,11 +57,17 @@ class InPlace:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     copies: bool
+    is_decided = False
 
     @property
     def spared_bytes(self) -> int:
         """As much as its result, which is as large as the gradient."""
         return int(self.args[0].nbytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What it would take as it is."""
+        return 2 * self.spared_bytes if self.copies else self.spared_bytes
 
     def run(self, run: Run) -> Any:
         """The same result.
@@ -116,16 +122,48 @@ WAYS = {**_ACTIVATIONS, **_ARITHMETIC, **_OF_ROWS}
 """By the node of autograd, without its number: the op of its formula that reads the gradient last,
 and its way in place. From ``tools/autograd/derivatives.yaml``."""
 
-_OPS = frozenset(op for op, _ in WAYS.values())
+_ADD = _aten.add.Tensor
+_OPS = frozenset((_ADD, *(op for op, _ in WAYS.values())))
+_SUM, _DIVIDEND = "a sum of two gradients", "the gradient of a dividend, after the divisor's"
+_WITHOUT_SUMS = frozenset(
+    (
+        *WAYS,
+        "AddBackward",
+        "AddmmBackward",
+        "BmmBackward",
+        "CloneBackward",
+        "ConvolutionBackward",
+        "ExpandBackward",
+        "MeanBackward",
+        "MmBackward",
+        "NativeBatchNormBackward",
+        "NativeLayerNormBackward",
+        "PermuteBackward",
+        "ReshapeAliasBackward",
+        "SelectBackward",
+        "SinBackward",
+        "SliceBackward",
+        "SqueezeBackward",
+        "SubBackward",
+        "SumBackward",
+        "TBackward",
+        "TransposeBackward",
+        "UnsafeViewBackward",
+        "UnsqueezeBackward",
+        "ViewBackward",
+    )
+)
+"""Nodes in whose formulas no two tensors are added: a sum that torch's engine calls meanwhile is of
+two gradients of the same tensor, the first of which it writes over where no mode is on
+(``InputBuffer::accumulate`` in ``torch/csrc/autograd/input_buffer.cpp``)."""
 _FOR_BOTH = "MulBackward"
 """Of two inputs that want a gradient, the one of the second is computed last."""
 
-_FOR_FIRST = ("DivBackward", "MaskedFillBackward")
+_FOR_FIRST = ("MaskedFillBackward",)
 """Their op reads the gradient, and is the last to, where only the first input wants one."""
 
 _Owners = tuple[int, int, int, int, int]
 _NO_OWNERS: _Owners = (0, 0, 0, 0, 0)
-_PLAIN = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class BackwardInPlace:
@@ -135,14 +173,16 @@ class BackwardInPlace:
         """No node has run yet."""
         self._alone = alone()
         self._half = -1
+        self._of_divisor = DivisorGradient()
 
     def begins(self) -> None:
         """A backward begins, in which each node runs once."""
         self._half = -1
+        self._of_divisor.begins()
 
     def instead(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> InPlace | None:
+    ) -> InPlace | Step | None:
         """What writes over the gradient instead; to be asked in ``__torch_dispatch__`` itself.
 
         Args:
@@ -159,20 +199,50 @@ class BackwardInPlace:
         if node is None or not is_called_by_engine():
             return None
         name = node.name().rstrip("0123456789")
+        if func is _ADD:
+            return self._sum(args, kwargs) if name in _WITHOUT_SUMS else None
+        step: InPlace | Step | None = None
+        if name == divisor_gradient.NODE and _wants(node)[1:] == [True]:
+            step = self._of_divisor.instead(node._sequence_nr(), func, args)
+        return step or self._last_op(node, name, func, args, kwargs)
+
+    def _last_op(
+        self, node: Any, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> InPlace | None:
+        """The op in place that reads the gradient last."""
         op, way = WAYS.get(name, (None, None))
         if op is not func or way is None or not self._is_last(node, name):
             return None
         if _is_copied(name, args):
             return InPlace(way, args, kwargs, copies=True)
-        if owners(args[0]) not in self._alone.get(name, ()) or not _takes_its_place(
-            name, args, kwargs
-        ):
+        seen = owners(args[0])
+        of_both = name == divisor_gradient.NODE and _wants(node)[1:] == [True]
+        known = _DIVIDEND if of_both else name
+        if seen not in self._alone.get(known, ()) or not _takes_its_place(name, args, kwargs):
             return None
         return InPlace(way, args, kwargs, copies=False)
 
+    def _sum(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InPlace | None:
+        """The first of two gradients with the other added."""
+        if kwargs or owners(args[0]) not in self._alone.get(_SUM, ()):
+            return None
+        first, second = args
+        if not all(
+            type(it) is Tensor and it.device.type == "cpu" and it.layout is torch.strided
+            for it in args
+        ):
+            return None
+        if first.dtype not in PLAIN or first.shape != second.shape:
+            return None
+        if not decides_layout(first, second):
+            return None
+        return InPlace(_Way(_aten.add_.Tensor), args, kwargs, copies=False)
+
     def _is_last(self, node: Any, name: str) -> bool:
         """Whether the op that runs is the last of its node to read the gradient."""
-        wanted = [before is not None for before, _ in node.next_functions]
+        wanted = _wants(node)
+        if name == divisor_gradient.NODE:
+            return wanted[0] and (len(wanted) == 1 or not wanted[1] or self._of_divisor.is_over)
         if name in _FOR_FIRST:
             return wanted[0] and not any(wanted[1:])
         if name != _FOR_BOTH or sum(wanted) == 1:
@@ -180,6 +250,11 @@ class BackwardInPlace:
         number = node._sequence_nr()
         is_second, self._half = number == self._half, number
         return bool(is_second)
+
+
+def _wants(node: Any) -> list[bool]:
+    """Which inputs of a node want a gradient."""
+    return [before is not None for before, _ in node.next_functions]
 
 
 def _is_copied(name: str, args: tuple[Any, ...]) -> bool:
@@ -190,7 +265,7 @@ def _is_copied(name: str, args: tuple[Any, ...]) -> bool:
     return (
         type(gradient) is Tensor
         and gradient.device.type == "cpu"
-        and gradient.dtype in _PLAIN
+        and gradient.dtype in PLAIN
         and gradient.dtype is result.dtype
         and gradient.layout is torch.strided
         and not gradient.is_contiguous()
@@ -204,7 +279,7 @@ def _takes_its_place(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     gradient = args[0]
     if type(gradient) is not Tensor or gradient.device.type != "cpu":
         return False
-    if gradient.dtype not in _PLAIN or gradient.layout is not torch.strided:
+    if gradient.dtype not in PLAIN or gradient.layout is not torch.strided:
         return False
     others = [it for it in (*args[1:], *kwargs.values()) if isinstance(it, Tensor)]
     if not all(_lies_alike(gradient, it) for it in others):
@@ -274,13 +349,42 @@ _EXAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _flat(example: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return example(x).view(-1)
+
+
+def _wanted(x: Tensor) -> Tensor:
+    return torch.ones((), device=x.device, requires_grad=True)
+
+
+_COUNTED: dict[str, tuple[str, Any, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    **{
+        name: (name, WAYS[name][0], example, partial(_flat, example))
+        for name, example in _EXAMPLES.items()
+    },
+    _DIVIDEND: (
+        "DivBackward",
+        _aten.div.Tensor,
+        lambda x: x / _wanted(x),
+        partial(_flat, lambda x: x / _wanted(x)),
+    ),
+    _SUM: (
+        "ExpBackward",
+        _ADD,
+        lambda x: x.exp() + x.sin(),
+        lambda x: x.exp() + x.t().sin().t(),
+    ),
+}
+"""Where owners are counted: the node, the op, and what makes it run last: with a tensor and with a
+view."""
+
+
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the owners of a gradient that only autograd holds, on its way from node to node."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, op: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._op, _ = WAYS[name]
-        self._name = name
+        self._op, self._name = op, name
         self.found = _NO_OWNERS
 
     @classmethod
@@ -322,13 +426,12 @@ def _counted() -> dict[str, tuple[_Owners, ...]]:
     # Hooks of the script's for what autograd saves, as of a checkpoint, do not see the inner ones'.
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
     with torch._C.DisableTorchFunction(), hooks:
-        for name, example in _EXAMPLES.items():
+        for name, (node, op, *examples) in _COUNTED.items():
             counts = []
-            for is_view in (False, True):
+            for example in examples:
                 leaf = torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True)
-                made = example(leaf.cos())
-                made = (made.view(-1) if is_view else made).sin()
-                with _Counting(name) as counting:
+                made = example(leaf.cos()).sin()
+                with _Counting(node, op) as counting:
                     gradient = torch.ones_like(made)
                     engine.run_backward((made,), (gradient,), False, False, (leaf,), False, False)  # noqa: FBT003
                 counts.append(counting.found)

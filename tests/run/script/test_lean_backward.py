@@ -53,7 +53,7 @@ def backward(run: Callable[[], None], *, in_place: bool) -> tuple[int, int]:
     """Run a backward; how many ops wrote in place, and the most bytes above what was there."""
     ways, ran = lean(), []
     writes = ways.writes
-    ways.writes = lambda call: bool(writes(call) and ran.append(call.way.op) is None)  # type: ignore[method-assign]
+    ways.writes = lambda call: bool(writes(call) and ran.append(type(call)) is None)  # type: ignore[method-assign]
     ways.way.always = in_place
     window, before = _native.AllocationWindow(), _native.counted_bytes()
     with ways.planned():

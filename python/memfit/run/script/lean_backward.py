@@ -17,6 +17,7 @@ from memfit.run.script.contexts import entered
 from memfit.run.script.lean_ops import LeanWay
 from memfit.tensors.as_without_modes import Formulas
 from memfit.tensors.backward_in_place import BackwardInPlace, InPlace
+from memfit.tensors.divisor_gradient import Step
 
 IN_PLACE = "large gradients are written over those that they come from"
 """What is said at the end where some were."""
@@ -46,7 +47,7 @@ class LeanBackward:
     def may_help(self, lacking_bytes: int) -> bool:
         """Whether a step is to be recorded in place, which has just been planned.
 
-        A peak falls by one gradient at most: that of the op that runs there.
+        A peak falls by what one op spares at most, or one formula: what runs there.
 
         Args:
             lacking_bytes: What it takes above the budget; 0 where it is kept.
@@ -63,15 +64,16 @@ class LeanBackward:
         self._spared_bytes = self.way.most_spared_bytes
         self.way.always |= self.way.has_run
 
-    def writes(self, call: InPlace) -> bool:
-        """Whether an op that can write over the gradient that it reads is to do so.
+    def writes(self, call: InPlace | Step) -> bool:
+        """Whether an op that can write over what it reads is to do so.
 
         Args:
             call: The op in place.
         """
-        budget_bytes, spared = self._budget_bytes(), call.spared_bytes
-        taken = 2 * spared if call.copies else spared
-        if not budget_bytes or not self.way.runs(spared, taken, budget_bytes):
+        if call.is_decided:
+            return True
+        budget_bytes = self._budget_bytes()
+        if not budget_bytes or not self.way.runs(call.spared_bytes, call.taken_bytes, budget_bytes):
             return False
         self.way.has_run = True
         self._notes[IN_PLACE] = None

@@ -43,6 +43,7 @@ from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.backward_in_place import InPlace
+from memfit.tensors.divisor_gradient import Step
 from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
@@ -131,7 +132,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.problem = _broken(error)
             return func(*args, **kwargs)
 
-    def _in_place(self, call: InPlace, types: Any) -> Any:
+    def _in_place(self, call: InPlace | Step, types: Any) -> Any:
         """Run what writes over a gradient, and write that down."""
 
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
