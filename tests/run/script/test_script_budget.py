@@ -134,6 +134,41 @@ def test_a_percentage_is_judged_once_it_is_bytes():
     assert (verdict["kept"], verdict["peak_bytes"]) == (False, 100)
 
 
+def test_of_several_shares_the_script_has_the_largest():
+    lines: list[str] = []
+    kept = BudgetKept("50%", lines.append)
+    kept.ended(Over("observed", 100, "it was recorded", "more"))
+    for share in (0, 60, 120, 30):
+        kept.resolve(share)
+    verdict = kept.verdict()
+    assert verdict is not None
+    assert (verdict["kept"], verdict["budget_bytes"]) == (True, 120)
+
+
+LEFT = """
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 2048))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(5):
+        out = model(torch.randn(1024, 64))
+        loss = out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+def test_a_percentage_is_judged_where_a_step_leaves_much_and_no_plan_fits(tmp_path: Path):
+    ran = inline(tmp_path, "10%", LEFT, fitting=())
+    verdict = ran.fitting["verdict"]
+    assert verdict is not None
+    assert (verdict["kept"], verdict["budget_bytes"] > 0) == (False, True)
+    assert "OVER BUDGET" in ran.stderr
+
+
 SIZES = {
     "two": [64] * 3 + [512] * 3,
     "up": [32 * i for i in range(1, 13)],

@@ -242,6 +242,7 @@ class AdoptedScript:
         self._files.place_held(loop, call.inputs)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(call, known, in_closure=self._stepping > 0)
+        self._kept.resolve(loop.budget_bytes())
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.refusal and not was_refused:
             self._say_unplanned(loop)

@@ -90,7 +90,8 @@ class BudgetKept:
             written: The budget as the user wrote it.
             say: Shows a line to the user.
         """
-        self.budget_bytes = 0 if "%" in written else _native.parse_budget(written, 0)
+        self._is_share = "%" in written
+        self.budget_bytes = 0 if self._is_share else _native.parse_budget(written, 0)
         self.worst: Over | None = None
         self.peak_bytes = 0
         self.between_peak_bytes = 0
@@ -104,14 +105,19 @@ class BudgetKept:
     def resolve(self, budget_bytes: int) -> None:
         """Know what a percentage comes to, and judge what was before.
 
+        Of several loops each has its share; the script has that of the one that takes most.
+
         Args:
-            budget_bytes: The budget of the first plan.
+            budget_bytes: The budget of a loop; 0 while nobody knows it.
         """
-        if self.budget_bytes == 0:
-            self.budget_bytes = budget_bytes
-            earlier, self._earlier = self._earlier, []
-            for stretch in earlier:
-                self._judge(stretch)
+        if not self._is_share or budget_bytes <= self.budget_bytes:
+            return
+        self.budget_bytes = budget_bytes
+        if self.worst is not None and self.worst.peak_bytes <= budget_bytes:
+            self.worst = None
+        earlier, self._earlier = self._earlier, []
+        for stretch in earlier:
+            self._judge(stretch)
 
     def pass_begins(self) -> None:
         """The stretch between passes is over."""
