@@ -60,6 +60,19 @@ def test_a_batch_that_normalisation_mixes_trains_with_less_scratch(tmp_path: Pat
     assert not exact.report["fitting"]["verdict"]["kept"]
 
 
+def test_no_op_is_looked_at_in_a_pass_that_is_planned_with_whole_ones():
+    cut = LeanWay()
+    for _ in range(2 * ENOUGH_PASSES):
+        with lean().in_pieces(1 << 30, {}, cut):
+            assert len(_get_current_dispatch_mode_stack()) == 1
+            cut.pass_begins(is_planned_without=True)
+            assert not _get_current_dispatch_mode_stack()
+        cut.pass_begins()
+    with lean().in_pieces(1 << 30, {}, cut):
+        cut.pass_begins()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+
+
 @pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.Conv1d(8, 8, 1)], ids=repr)
 def test_each_op_is_looked_at_only_where_there_are_some_to_cut(module: nn.Module):
     """Until a step is recorded anew, which may hold others."""

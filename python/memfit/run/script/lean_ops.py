@@ -85,9 +85,10 @@ class LeanWay:
         self.is_planned_without = self.has_run = self.would_run = False
         self.most_spared_bytes = 0
         self.passes_without = 0
+        self._looking = contextlib.ExitStack()
 
     def pass_begins(self, *, is_planned_without: bool = False) -> None:
-        """A pass begins.
+        """A pass begins; where its ops run as they are planned, none of them is looked at.
 
         Args:
             is_planned_without: Whether it is planned, from a step whose ops ran as they are.
@@ -95,6 +96,19 @@ class LeanWay:
         self.is_planned_without = is_planned_without
         self.has_run = False
         self.most_spared_bytes = 0
+        if is_planned_without:
+            self._looking.close()
+
+    @contextlib.contextmanager
+    def looked_at(self, mode: TorchDispatchMode) -> Iterator[None]:
+        """Have a mode look at all ops inside this, or until a pass begins that needs no look.
+
+        Args:
+            mode: The mode.
+        """
+        with contextlib.ExitStack() as self._looking:
+            self._looking.enter_context(entered(mode))
+            yield
 
     def was_mixed(self) -> bool:
         """Whether some ops of a recorded step ran so, others did not: from now on, all do."""
@@ -156,10 +170,11 @@ class LeanOps:
             return
         mode = _InPieces(budget_bytes, cut)
         try:
-            with entered(mode):
+            with cut.looked_at(mode):
                 yield
         finally:
-            cut.passes_without = 0 if mode.has_seen else cut.passes_without + 1
+            if not cut.is_planned_without:
+                cut.passes_without = 0 if mode.has_seen else cut.passes_without + 1
             if mode.has_cut:
                 notes[IN_PIECES] = None
 
