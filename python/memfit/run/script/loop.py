@@ -524,6 +524,7 @@ class Loop:
             self.lean_backward.is_recorded()
             self._looks_again = self.cut_ops.was_mixed() or is_open
             self._pending = (inputs_key, observation)
+            self.ways.pieces.recorded(inputs_key, observation)
             self._outside.recorded(inputs_key, observation)
 
     def passed(self, kind: Kind, peak_bytes: int) -> None:

@@ -24,6 +24,8 @@ from memfit.apply.pieces.in_pieces import InPieces
 from memfit.capture.record.effects import CallLook
 from memfit.plan.call_bytes import CallMixedError, call_bytes
 from memfit.plan.items_apart import ItemsApart, ItemsMixedError, items_apart
+from memfit.run.script.call_growth import CallGrowth
+from memfit.run.script.observed import Observation
 from memfit.run.script.plain_code import more_than_computing
 from memfit.run.script.planned_step import Key, PlannedStep, elements
 from memfit.run.script.request import FitRequest
@@ -64,6 +66,7 @@ class PiecesOfBatch:
         options = request.options
         self._is_asked = options.promise != "exact" and "micro_batch" not in options.forbid
         self.evaluations = 0
+        self._seen = CallGrowth()
         self._known_code: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._evaluated: dict[Key, _Evaluation] = {}
         self._kinds: dict[Key, _Kind] = {}
@@ -107,6 +110,18 @@ class PiecesOfBatch:
     def another_comes(self) -> None:
         """Another model comes in the place of one that is gone."""
         self._evaluated.clear()
+        self._seen = CallGrowth()
+
+    def recorded(self, key: Key, observation: Observation) -> None:
+        """Know what a step took that was recorded.
+
+        Args:
+            key: Its key.
+            observation: The recording.
+        """
+        is_whole = observation.way is None and not observation.may_round
+        if self._is_asked and is_whole and observation.device_kind == "cpu":
+            self._seen.recorded(key, observation.recorder)
 
     def begin(
         self, key: Key, model: nn.Module, inputs: Any, live_bytes: int, budget_bytes: int
@@ -194,24 +209,29 @@ class PiecesOfBatch:
             live_bytes: What is there now.
             budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
-        if not self._may_run_again(model) or not budget_bytes:
+        if not self._may_run_again(model):
             return nullcontext()
-        if key not in self._evaluated:
-            if len(self._evaluated) == MOST_EVALUATIONS:
-                return nullcontext()
-            self._evaluated[key] = _Evaluation()
         room = int(CLEARLY * budget_bytes) - live_bytes
-        pieces = self._evaluated[key].pieces(model, inputs, room)
-        if pieces is None:
-            return nullcontext()
-        self.evaluations += 1
-        return pieces.forward()
+        added = self._seen.of_evaluation(key)
+        if budget_bytes and (added is None or added > room):
+            if key not in self._evaluated and len(self._evaluated) == MOST_EVALUATIONS:
+                return nullcontext()
+            evaluated = self._evaluated.setdefault(key, _Evaluation())
+            pieces = evaluated.pieces(model, inputs, room)
+            if pieces is not None:
+                self.evaluations += 1
+                return pieces.forward()
+        parameter = next(model.parameters(), None)
+        return nullcontext() if parameter is None else self._seen.evaluation(key, parameter.device)
 
     def _fits_whole(self, key: Key, model: nn.Module, inputs: Any, room: int) -> bool:
         """Whether a step fits while it is recorded, as far as can be told without a recording."""
         is_mixed = kind_of(key) in self._mixed
         if self.refusal or is_mixed or not self._may_run_again(model):
             return True  # it has to
+        added = self._seen.of_step(key)
+        if added is not None and added + _gradient_bytes(model) <= room:
+            return True
         alike = ((at, it) for at, it in self._whole_bytes.items() if kind_of(at) == kind_of(key))
         if any(it is not None and it * most_growth(at, key) <= room for at, it in alike):
             return True
@@ -338,6 +358,10 @@ def _lasting_at_peak(plan: Plan) -> int:
         return plan.planned.predicted_peak_bytes
     of_batch = ("activation", "temporary", "workspace")
     return sum(size for category, size in moment.breakdown if category not in of_batch)
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(it.nbytes for it in model.parameters() if it.requires_grad)
 
 
 def _look(model: nn.Module, inputs: Any) -> Any:

@@ -56,7 +56,7 @@ class UntrainedModels:
             budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
         parameter = next(call.module.parameters(), None)
-        if parameter is None or not budget_bytes or occupied():
+        if parameter is None or occupied():
             return nullcontext()
         pieces = self._pieces.setdefault(call.module, PiecesOfBatch(self._request))
         live, before = live_bytes(parameter.device), pieces.evaluations
