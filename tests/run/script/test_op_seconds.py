@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 
@@ -34,3 +36,10 @@ def test_ops_alike_take_what_the_middle_one_took():
     assert [usual[index] for index in relus] == [3e-3, 3e-3, 3e-3, 5.0, 7.0]
     others = [seconds for index, seconds in enumerate(usual) if index not in relus]
     assert set(others) == {1e-3}
+
+
+def test_ops_take_time_also_where_the_clock_of_cpu_time_stands(monkeypatch):
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)
+    recorder = recorded(nn.Linear(8, 4), torch.randn(2, 8))
+    assert recorder.seconds
+    assert all(seconds > 0 for seconds in recorder.seconds)

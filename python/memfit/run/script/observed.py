@@ -150,7 +150,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             result = super()._run(func, facts, args, kwargs, read)
         finally:
             # The smaller one: waiting while others run is not the op's, nor is each thread's time.
-            seconds = min(time.perf_counter() - start, time.process_time() - cpu_start)
+            # A clock that ticks rarely shows no CPU time for most ops.
+            seconds = time.perf_counter() - start
+            seconds = min(seconds, time.process_time() - cpu_start or seconds)
             peak = self._window.peak()[0]
         self._took = (seconds, max(peak - max(before, _native.counted_bytes()), 0))
         return result
