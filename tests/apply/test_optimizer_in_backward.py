@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import memfit
+from memfit.apply.optimizer_in_backward import OneByOne
 from memfit.errors import UsageError
 from memfit.measure import measure_peak, static_tensors
 from memfit.run.fitted import Fitted
@@ -314,3 +315,27 @@ def test_what_an_optimizer_updates_may_change_after_planning(change, kinds, tmp_
                 fitted.step()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_an_update_looks_for_its_parameter_alone():
+    """A look through all groups at each of them took longer than the updates of a ViT."""
+    looks = []
+
+    class Listed(list):
+        def __iter__(self):
+            looks.append(len(self))
+            return super().__iter__()
+
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(20)]
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    optimizer.param_groups[0]["params"] = Listed(parameters)
+    step = OneByOne(optimizer)
+    later = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [later], "lr": 0.25})
+    looks.clear()
+    for parameter in (*parameters, later):
+        parameter.grad = torch.ones(2)
+        step.update(parameter)
+    assert len(looks) <= 2
+    assert all(torch.equal(it.detach(), torch.full((2,), 0.5)) for it in parameters)
+    assert torch.equal(later.detach(), torch.full((2,), 0.75))

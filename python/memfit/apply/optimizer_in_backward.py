@@ -160,8 +160,7 @@ class OneByOne:
         self._step = plain_step(optimizer)
         self._in_eight_bits = EightBitUpdates(optimizer)
         self._moved_on: list[dict[str, Any]] | None = None
-        groups = reversed(optimizer.param_groups)  # of two that list a parameter, the first counts
-        self._groups = {id(p): group for group in groups for p in group["params"]}
+        self._places = _places(optimizer)
 
     def update(self, parameter: nn.Parameter | Tensor, *, most_slices: int | None = None) -> float:
         """Update one parameter by its gradient.
@@ -173,7 +172,8 @@ class OneByOne:
         Returns:
             The part of it that was updated.
         """
-        group = self._groups.get(id(parameter), {})
+        places = self._places.get(id(parameter))  # of two groups that list it, the first counts
+        group = self.optimizer.param_groups[places[0][0]] if places else {}
         if self._in_eight_bits.update(group, parameter):
             return 1.0
 
@@ -202,7 +202,7 @@ class OneByOne:
         """One step over some parameters, or slices of them; groups are as before afterwards."""
         groups = self.optimizer.param_groups
         before = [_settings(group) for group in groups]
-        with _only(groups, updated):
+        with self._only(updated):
             self._step(self.optimizer)
         self._moved_on = [_settings(group) for group in groups]
         for group, settings in zip(groups, before, strict=True):
@@ -216,12 +216,29 @@ class OneByOne:
     @contextlib.contextmanager
     def over_nothing(self) -> Iterator[None]:
         """Run one ordinary step inside this, once: it finds no parameter to update."""
-        groups = self.optimizer.param_groups
-        with _only(groups, {}):
+        with self._only({}):
             yield
         if self._moved_on is not None:
-            for group, settings in zip(groups, self._moved_on, strict=True):
+            for group, settings in zip(self.optimizer.param_groups, self._moved_on, strict=True):
                 group.update(settings)
+
+    @contextlib.contextmanager
+    def _only(self, updated: Mapping[int, list[Tensor]]) -> Iterator[None]:
+        """Groups list what is updated of parameters, where they listed these, and nothing else."""
+        groups = self.optimizer.param_groups
+        if not updated.keys() <= self._places.keys():  # a group came, or another parameter
+            self._places = _places(self.optimizer)
+        lists = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            listed = ((place, it) for it in updated for place in self._places.get(it, ()))
+            for (number, _), it in sorted(listed):
+                groups[number]["params"] += updated[it]
+            yield
+        finally:
+            for group, parameters in zip(groups, lists, strict=True):
+                group["params"] = parameters
 
 
 def require_step_of_torch(optimizer: Optimizer, action: str) -> None:
@@ -246,17 +263,16 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-@contextlib.contextmanager
-def _only(groups: list[dict[str, Any]], updated: Mapping[int, list[Tensor]]) -> Iterator[None]:
-    """Groups list what is updated of parameters, where they listed these, and nothing else."""
-    lists = [group["params"] for group in groups]
-    try:
-        for group in groups:
-            group["params"] = [u for p in group["params"] for u in updated.get(id(p), ())]
-        yield
-    finally:
-        for group, parameters in zip(groups, lists, strict=True):
-            group["params"] = parameters
+def _places(optimizer: Optimizer) -> dict[int, list[tuple[int, int]]]:
+    """By id, where groups list a parameter: in which, and where there.
+
+    Looked up for each update: a look through all groups takes longer than many an update.
+    """
+    places: dict[int, list[tuple[int, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            places.setdefault(id(parameter), []).append((number, position))
+    return places
 
 
 def plain_step(optimizer: Optimizer) -> Callable[[Any], Any]:
