@@ -8,7 +8,7 @@ from ran import inline
 
 
 def test_what_a_backward_holds_is_no_value_of_its_line(tmp_path: Path):
-    """Six matrices of 4 MiB, of a product, a quotient by a parameter, and their gradients."""
+    """Nine matrices of 4 MiB, of a product, its angle to a parameter, and their gradients."""
     ran = inline(
         tmp_path,
         "16MiB",
@@ -20,10 +20,10 @@ def test_what_a_backward_holds_is_no_value_of_its_line(tmp_path: Path):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(64, 64)
-            self.temperature = nn.Parameter(torch.tensor(0.07))
+            self.other = nn.Parameter(torch.tensor(0.07))
         def forward(self, x):
             x = self.layer(x)
-            return x @ x.t() / self.temperature
+            return torch.atan2(x @ x.t(), self.other)
 
     torch.manual_seed(0)
     net = Net()
@@ -36,5 +36,5 @@ def test_what_a_backward_holds_is_no_value_of_its_line(tmp_path: Path):
         print(repr(loss.item()))
     """,
     )
-    assert "6 tensors: gradients of activations and scratch memory of a backward" in ran.stderr
+    assert "9 tensors: gradients of activations and scratch memory of a backward" in ran.stderr
     assert "a value of" not in ran.stderr
