@@ -339,3 +339,18 @@ def test_an_update_looks_for_its_parameter_alone():
     assert len(looks) <= 2
     assert all(torch.equal(it.detach(), torch.full((2,), 0.5)) for it in parameters)
     assert torch.equal(later.detach(), torch.full((2,), 0.75))
+
+
+def test_groups_may_change_within_a_step():
+    """A parameter is updated by the settings of the group that lists it by then, or not at all."""
+    one, other, gone = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    optimizer = torch.optim.SGD(
+        [{"params": [one], "lr": 0.5}, {"params": [other, gone], "lr": 0.25}], lr=1.0
+    )
+    step = OneByOne(optimizer)
+    optimizer.param_groups.reverse()
+    optimizer.param_groups[0]["params"] = [other]
+    for parameter in (one, other, gone):
+        parameter.grad = torch.ones(2)
+        step.update(parameter)
+    assert [it[0].item() for it in (one, other, gone)] == [0.5, 0.75, 1.0]

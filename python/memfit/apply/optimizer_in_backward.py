@@ -172,7 +172,7 @@ class OneByOne:
         Returns:
             The part of it that was updated.
         """
-        places = self._places.get(id(parameter))  # of two groups that list it, the first counts
+        places = self._places_of(id(parameter))  # of two groups that list it, the first counts
         group = self.optimizer.param_groups[places[0][0]] if places else {}
         if self._in_eight_bits.update(group, parameter):
             return 1.0
@@ -226,19 +226,31 @@ class OneByOne:
     def _only(self, updated: Mapping[int, list[Tensor]]) -> Iterator[None]:
         """Groups list what is updated of parameters, where they listed these, and nothing else."""
         groups = self.optimizer.param_groups
-        if not updated.keys() <= self._places.keys():  # a group came, or another parameter
-            self._places = _places(self.optimizer)
+        listed = sorted((place, it) for it in updated for place in self._places_of(it))
         lists = [group["params"] for group in groups]
         try:
             for group in groups:
                 group["params"] = []
-            listed = ((place, it) for it in updated for place in self._places.get(it, ()))
-            for (number, _), it in sorted(listed):
+            for (number, _), it in listed:
                 groups[number]["params"] += updated[it]
             yield
         finally:
             for group, parameters in zip(groups, lists, strict=True):
                 group["params"] = parameters
+
+    def _places_of(self, parameter: int) -> list[tuple[int, int]]:
+        """Where groups list a parameter now: groups may change within a step."""
+        lists = [group["params"] for group in self.optimizer.param_groups]
+        places = self._places.get(parameter)
+        if places is None or not all(
+            number < len(lists)
+            and position < len(lists[number])
+            and id(lists[number][position]) == parameter
+            for number, position in places
+        ):
+            self._places = _places(self.optimizer)
+            places = self._places.get(parameter, [])
+        return places
 
 
 def require_step_of_torch(optimizer: Optimizer, action: str) -> None:

@@ -108,7 +108,7 @@ class BudgetKept:
         Of several loops each has its share; the script has that of the one that takes most.
 
         Args:
-            budget_bytes: The budget of a loop; 0 while nobody knows it.
+            budget_bytes: The budget of a loop; 0 while it is not known.
         """
         if not self._is_share or budget_bytes <= self.budget_bytes:
             return
