@@ -570,7 +570,7 @@ mod tests {
 
     #[test]
     fn no_point_lies_where_none_can_be() {
-        for (trace, front) in &*FRONTS {
+        for (_, front) in &*FRONTS {
             assert!(front.bound.is_sorted_by_key(|bound| bound.peak_bytes));
             for point in &front.points {
                 for bound in &front.bound {
