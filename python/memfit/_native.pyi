@@ -45,6 +45,7 @@ __all__ = [
     "gpu_profile",
     "half_of_free_host_bytes",
     "held_cuda_bytes",
+    "instances",
     "is_counted",
     "label_blocks",
     "label_gone_blocks",
@@ -1112,6 +1113,12 @@ def survivors(since: int, until: int, *, with_models: bool) -> list[tuple[int, i
     """Live blocks that came with an event in ``[since, until)``, the oldest first.
 
     As ``(address, bytes, event)``, with or without those of models and optimizers.
+    """
+
+def instances(objects: list[Any], families: tuple[type, ...]) -> list[Any]:
+    """Those of the objects whose class is one of the families or derived from one, in their order.
+
+    No object is asked for its class, as ``isinstance`` would do.
     """
 
 def on_alarm(look: Callable[[], None], obstacle: Callable[[], object]) -> None:

@@ -11,8 +11,11 @@ Imports nothing of memfit, and torch only inside functions.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib.metadata
+import importlib.util
+import logging
 import os
 import re
 import sys
@@ -21,9 +24,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from importlib.machinery import PathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -232,9 +236,8 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
     many heads everywhere.
     """
     import torch
-    from torch.utils.flop_counter import flop_registry
 
-    aten = torch.ops.aten
+    aten, flop_registry = torch.ops.aten, _flop_registry()
     on_cpu = {
         aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -252,6 +255,34 @@ def flop_formulas() -> dict[Any, Callable[..., Any]]:
         op: _of_grouped_heads(formula) if "scaled_dot_product" in str(op) else formula
         for op, formula in found.items()
     }
+
+
+def _flop_registry() -> dict[Any, Callable[..., Any]]:
+    """Torch's formulas, which none of Triton is needed for.
+
+    Torch's module imports the compiler where it is installed, to know kernels by their class. That
+    takes as long as to import all of memfit, and a program that compiles nothing would not have it.
+    So unless one of the two is there already, the formulas are those of a copy that finds none.
+    """
+    name = "torch.utils.flop_counter"
+    known = name in sys.modules or "triton" in sys.modules
+    found = None if known else importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        module = import_module(name)
+    else:
+        loader = SourceFileLoader(f"{name}_without_triton", found.origin)
+        module = ModuleType(loader.name)
+        own = {**vars(builtins), "__import__": _import_without_triton}
+        module.__dict__.update(__package__=found.parent, __builtins__=own)
+        logging.getLogger(loader.name).disabled = True  # it would warn that it found none
+        loader.exec_module(module)
+    return cast("dict[Any, Callable[..., Any]]", module.flop_registry)
+
+
+def _import_without_triton(name: str, *rest: Any) -> Any:
+    if name.partition(".")[0] == "triton":
+        raise ImportError(name)
+    return builtins.__import__(name, *rest)
 
 
 def _of_shapes(formula: Callable[..., Any], wrapper: CodeType) -> Callable[..., Any]:

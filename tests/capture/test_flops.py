@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -70,3 +73,24 @@ def test_an_op_takes_scratch_as_ever_whatever_was_asked_of_it_before():
         assert takes_scratch("aten.add_.Tensor", (grid, row.double()), {})
         assert not takes_scratch("aten.mm.default", (grid, grid), {})
         assert takes_scratch("aten.mm.default", (grid[:, ::2], grid[:2]), {})
+
+
+def test_formulas_are_torchs_without_its_compiler():
+    """A program that compiles no kernels gets no Triton from memfit, and no warning of torch's."""
+    code = """
+    import sys
+    import torch
+    from memfit.torch_versions import flop_formulas
+
+    formulas = flop_formulas()
+    print("triton" in sys.modules, "torch.utils.flop_counter" in sys.modules)
+    from torch.utils.flop_counter import flop_registry
+    print(sorted(map(str, flop_registry.keys() - formulas.keys())))
+    mm = torch.ops.aten.mm
+    given = torch.ones(3, 4), torch.ones(4, 5)
+    print(formulas[mm](*given, out_val=None), flop_registry[mm](*given, out_val=None))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["False False", "[]", "120 120"]
+    assert ended.stderr == ""

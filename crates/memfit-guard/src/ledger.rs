@@ -53,7 +53,7 @@ pub(crate) struct Unwritten;
 
 /// Names an open window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WindowId(pub u64);
+pub(crate) struct WindowId(pub(crate) u64);
 
 #[derive(Debug)]
 struct Window {

@@ -72,7 +72,8 @@ mod settings;
 
 pub use alarm::Bounds;
 pub use category::{Category, CategoryBytes, NoCategory};
-pub use ledger::{Owned, Owner, Reading, Survivor, WindowId};
+use ledger::WindowId;
+pub use ledger::{Owned, Owner, Reading, Survivor};
 pub use refusal::{LiveBlock, Refusal};
 
 /// Why nothing can be counted.
@@ -107,9 +108,26 @@ pub struct AboveBudget {
     pub budget_bytes: u64,
 }
 
-/// Names a budget that is on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BudgetId(u64);
+/// A budget that is on, until it is lifted or dropped.
+#[derive(Debug)]
+pub struct Budget(u64);
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        lift_budget(self);
+    }
+}
+
+/// A stretch of time with its own peak, open until it is closed or dropped.
+#[derive(Debug)]
+pub struct Window(WindowId);
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // An open window costs a little at every allocation.
+        let _unread = close_window(self);
+    }
+}
 
 #[cfg(all(
     target_os = "linux",
@@ -122,9 +140,9 @@ mod counting {
     use crate::alarm::Bounds;
     use crate::category::Category;
     use crate::hook::state;
-    use crate::ledger::{Owner, Reading, Survivor, WindowId};
+    use crate::ledger::{Owner, Reading, Survivor};
     use crate::refusal::Refusal;
-    use crate::{AboveBudget, BudgetId, InstallError};
+    use crate::{AboveBudget, Budget, InstallError, Window};
     use crate::{budget, footprint, hook, patch, residence, settings};
 
     /// What torch aligns tensors to on the CPU.
@@ -266,31 +284,31 @@ mod counting {
 
     /// Begins a window whose peak starts at what is live now.
     #[must_use]
-    pub fn open_window() -> WindowId {
-        state().ledger.open()
+    pub fn open_window() -> Window {
+        Window(state().ledger.open())
     }
 
     /// Peak bytes of a window so far and the number of the event that reached it.
     #[must_use]
-    pub fn window_peak(window: WindowId) -> Option<(u64, u64)> {
-        state().ledger.peak(window)
+    pub fn window_peak(window: &Window) -> Option<(u64, u64)> {
+        state().ledger.peak(window.0)
     }
 
     /// Begins a window anew, with what is live now.
-    pub fn restart_window(window: WindowId) {
-        state().ledger.restart(window);
+    pub fn restart_window(window: &Window) {
+        state().ledger.restart(window.0);
     }
 
     /// What a window has seen so far; `None` when it is closed.
     #[must_use]
-    pub fn read_window(window: WindowId) -> Option<Reading> {
-        state().ledger.read(window)
+    pub fn read_window(window: &Window) -> Option<Reading> {
+        state().ledger.read(window.0)
     }
 
     /// Ends a window and says what it has seen; other windows are not touched.
     #[must_use]
-    pub fn close_window(window: WindowId) -> Option<Reading> {
-        state().ledger.close(window)
+    pub fn close_window(window: &Window) -> Option<Reading> {
+        state().ledger.close(window.0)
     }
 
     /// Holds everything that torch allocates to a budget, until [`lift_budget`]; the tightest counts.
@@ -298,7 +316,7 @@ mod counting {
     /// # Errors
     ///
     /// [`AboveBudget`]; no budget is set then.
-    pub fn set_budget(budget_bytes: u64) -> Result<BudgetId, AboveBudget> {
+    pub fn set_budget(budget_bytes: u64) -> Result<Budget, AboveBudget> {
         let mut state = state();
         let tightest = budget::limit_bytes().unwrap_or(u64::MAX).min(budget_bytes);
         budget::set(tightest).map_err(|over| AboveBudget {
@@ -311,7 +329,7 @@ mod counting {
         drop(state);
         settings::pin();
         release_kept();
-        Ok(BudgetId(id))
+        Ok(Budget(id))
     }
 
     /// Sets a budget that is on to another number of bytes; one that is not is passed over.
@@ -319,7 +337,7 @@ mod counting {
     /// # Errors
     ///
     /// [`AboveBudget`]; it stays as it was then.
-    pub fn change_budget(budget: BudgetId, budget_bytes: u64) -> Result<(), AboveBudget> {
+    pub fn change_budget(budget: &Budget, budget_bytes: u64) -> Result<(), AboveBudget> {
         let mut state = state();
         let others = state.budgets.iter().filter(|&&(id, _)| id != budget.0);
         let tightest = others.map(|&(_, bytes)| bytes).min();
@@ -338,7 +356,7 @@ mod counting {
     }
 
     /// Ends a budget; those still on go on.
-    pub fn lift_budget(budget: BudgetId) {
+    pub fn lift_budget(budget: &Budget) {
         let mut state = state();
         let before = state.budgets.len();
         state.budgets.retain(|&(id, _)| id != budget.0);
@@ -405,9 +423,9 @@ mod counting {
 mod counting {
     use crate::alarm::Bounds;
     use crate::category::Category;
-    use crate::ledger::{Owner, Reading, Survivor, WindowId};
+    use crate::ledger::{Owner, Reading, Survivor};
     use crate::refusal::Refusal;
-    use crate::{AboveBudget, BudgetId, InstallError};
+    use crate::{AboveBudget, Budget, InstallError, Window};
 
     /// Always fails.
     ///
@@ -461,7 +479,7 @@ mod counting {
     }
 
     /// Does nothing.
-    pub fn restart_window(_: WindowId) {}
+    pub fn restart_window(_: &Window) {}
 
     /// No.
     #[must_use]
@@ -498,25 +516,25 @@ mod counting {
 
     /// A window that is never open.
     #[must_use]
-    pub fn open_window() -> WindowId {
-        WindowId(0)
+    pub fn open_window() -> Window {
+        Window(crate::WindowId(0))
     }
 
     /// `None`.
     #[must_use]
-    pub fn window_peak(_: WindowId) -> Option<(u64, u64)> {
+    pub fn window_peak(_: &Window) -> Option<(u64, u64)> {
         None
     }
 
     /// `None`.
     #[must_use]
-    pub fn read_window(_: WindowId) -> Option<Reading> {
+    pub fn read_window(_: &Window) -> Option<Reading> {
         None
     }
 
     /// `None`.
     #[must_use]
-    pub fn close_window(_: WindowId) -> Option<Reading> {
+    pub fn close_window(_: &Window) -> Option<Reading> {
         None
     }
 
@@ -525,8 +543,8 @@ mod counting {
     /// # Errors
     ///
     /// Never.
-    pub fn set_budget(_: u64) -> Result<BudgetId, AboveBudget> {
-        Ok(BudgetId(0))
+    pub fn set_budget(_: u64) -> Result<Budget, AboveBudget> {
+        Ok(Budget(0))
     }
 
     /// Changes nothing.
@@ -534,12 +552,12 @@ mod counting {
     /// # Errors
     ///
     /// Never.
-    pub fn change_budget(_: BudgetId, _: u64) -> Result<(), AboveBudget> {
+    pub fn change_budget(_: &Budget, _: u64) -> Result<(), AboveBudget> {
         Ok(())
     }
 
     /// Does nothing.
-    pub fn lift_budget(_: BudgetId) {}
+    pub fn lift_budget(_: &Budget) {}
 
     /// Does nothing.
     pub fn release_kept() {}

@@ -10,7 +10,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use memfit_guard::{Bounds, BudgetId, Category, Reading, Refusal, Survivor, WindowId};
+use memfit_guard::{Bounds, Budget, Category, Reading, Refusal, Survivor, Window};
 use pyo3::prelude::*;
 
 use crate::functions::{functions, methods};
@@ -58,40 +58,27 @@ functions! {
 
 /// A budget, on from the start until it is lifted or dropped.
 #[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct AllocationBudget(BudgetId);
+pub(crate) struct AllocationBudget(Budget);
 
 methods! { impl AllocationBudget {
     #[new]
     object fn new(budget_bytes: u64) -> Self = Self(memfit_guard::set_budget(budget_bytes)?);
-    quick fn change(&self, budget_bytes: u64) -> () = memfit_guard::change_budget(self.0, budget_bytes)?;
-    quick fn lift(&self) -> () = memfit_guard::lift_budget(self.0);
+    quick fn change(&self, budget_bytes: u64) -> () = memfit_guard::change_budget(&self.0, budget_bytes)?;
+    quick fn lift(&self) -> () = memfit_guard::lift_budget(&self.0);
 }}
-
-impl Drop for AllocationBudget {
-    fn drop(&mut self) {
-        memfit_guard::lift_budget(self.0);
-    }
-}
 
 /// A stretch of time with its own peak. It is open from the start until it is closed or dropped.
 #[pyclass(frozen, module = "memfit._native")]
-pub(crate) struct AllocationWindow(WindowId);
+pub(crate) struct AllocationWindow(Window);
 
 methods! { impl AllocationWindow {
     #[new]
     object fn new() -> Self = Self(memfit_guard::open_window());
-    quick fn peak(&self) -> (u64, u64) = memfit_guard::window_peak(self.0).unwrap_or_default();
-    quick fn restart(&self) -> () = memfit_guard::restart_window(self.0);
-    quick fn read(&self) -> Option<Reading> = memfit_guard::read_window(self.0);
-    quick fn close(&self) -> Option<Reading> = memfit_guard::close_window(self.0);
+    quick fn peak(&self) -> (u64, u64) = memfit_guard::window_peak(&self.0).unwrap_or_default();
+    quick fn restart(&self) -> () = memfit_guard::restart_window(&self.0);
+    quick fn read(&self) -> Option<Reading> = memfit_guard::read_window(&self.0);
+    quick fn close(&self) -> Option<Reading> = memfit_guard::close_window(&self.0);
 }}
-
-impl Drop for AllocationWindow {
-    fn drop(&mut self) {
-        // An open window costs a little at every allocation.
-        let _unread = memfit_guard::close_window(self.0);
-    }
-}
 
 /// Whom to call, and who says whether this is no moment for it.
 type Look = Arc<(Py<PyAny>, Py<PyAny>)>;
@@ -124,12 +111,10 @@ fn ask() {
 /// Called by Python, which holds its lock. What is raised is raised where the program is.
 extern "C" fn called(_: *mut c_void) -> c_int {
     IS_ASKED.store(false, Ordering::Relaxed);
-    Python::attach(|py| match look(py) {
-        Ok(()) => 0,
-        Err(error) => {
-            error.restore(py);
-            -1
-        }
+    Python::attach(|py| {
+        look(py)
+            .map_err(|error| error.restore(py))
+            .map_or(-1, |()| 0)
     })
 }
 

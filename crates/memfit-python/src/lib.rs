@@ -17,6 +17,7 @@ mod guard;
 mod host;
 mod leases;
 mod machines;
+mod objects;
 mod parking;
 mod recordings;
 mod signals;
@@ -35,6 +36,7 @@ mod _native {
         guard::{AllocationBudget, AllocationWindow},
         leases::LeaseClient,
         machines::{PlanSession, PoolMachine, Room},
+        objects::instances,
         parking::{ParkedCudaMemory, ParkedMemory},
         recordings::{Separation, Snapshot, Trace},
         tensors::{Store, StoredBlock},

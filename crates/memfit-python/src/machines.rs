@@ -15,7 +15,6 @@ use memfit_engine::share::pool::{
 use memfit_engine::step::offload::room::{self, Move};
 use pyo3::prelude::*;
 
-use crate::errors::Result;
 use crate::functions::methods;
 use crate::recordings::Trace;
 use crate::value::Value;
@@ -39,18 +38,18 @@ methods! { impl PlanSession {
         Self(Mutex::new(if tells_leave { session.telling_leave() } else { session }))
     };
     quick fn next(&self) -> Need = locked(&self.0).next();
-    free fn trace(&self, trace: &Trace) -> () = self.answer(plan::Answer::Trace(Arc::clone(&trace.0)))?;
-    free fn costs(&self, costs: Value<CostSource>) -> () = self.answer(plan::Answer::Costs(costs.0))?;
-    free fn offer(&self, offer: Value<Offer>) -> () = self.answer(plan::Answer::Offer(offer.0))?;
+    free fn trace(&self, trace: &Trace) -> () = locked(&self.0).answer(plan::Answer::Trace(Arc::clone(&trace.0)))?;
+    free fn costs(&self, costs: Value<CostSource>) -> () = locked(&self.0).answer(plan::Answer::Costs(costs.0))?;
+    free fn offer(&self, offer: Value<Offer>) -> () = locked(&self.0).answer(plan::Answer::Offer(offer.0))?;
     free fn ways(&self, trace: Option<&Trace>) -> () = {
         let ways = trace.map(|trace| plan::Answer::Ways(Arc::clone(&trace.0)));
-        self.answer(ways.unwrap_or(plan::Answer::NoWays))?;
+        locked(&self.0).answer(ways.unwrap_or(plan::Answer::NoWays))?;
     };
     #[pyo3(signature = (time_limit=None))]
     free fn search(&self, time_limit: Option<f64>) -> () = {
         let search = locked(&self.0).search()?;
         let plan = memfit::within(time_limit, |limit| search.plan(limit))?;
-        self.answer(plan::Answer::Plan(Box::new(plan)))?;
+        locked(&self.0).answer(plan::Answer::Plan(Box::new(plan)))?;
     };
     #[pyo3(signature = (budget=None))]
     free fn front(&self, budget: Option<&str>) -> Front = {
@@ -59,12 +58,6 @@ methods! { impl PlanSession {
         search.front(budget, memfit::cores())?
     };
 }}
-
-impl PlanSession {
-    fn answer(&self, answer: plan::Answer) -> Result<()> {
-        Ok(locked(&self.0).answer(answer)?)
-    }
-}
 
 /// Which models are in memory, and who waits.
 #[pyclass(frozen, module = "memfit._native")]

@@ -8,6 +8,7 @@ Not responsible for what variables hold (:mod:`memfit.track.reach`).
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -66,16 +67,38 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
     return None
 
 
+_REFERENCES: list[tuple[int, int]] = []
+"""References to each class of nodes, by ``id``, when no node was alive: each that is, is one."""
+
+
 def kept_on_ctx(known: Collection[int]) -> Iterator[tuple[str, Tensor]]:
     """What functions keep on a ``ctx`` that no variable leads to: their names, and the tensors.
 
     Args:
         known: Nodes of graphs that a variable leads to, by ``id``.
     """
-    for node in instances(torch._C._FunctionBase):
+    for node in _nodes():
         if id(node) not in known:
             name = type(node).__name__.removesuffix("Backward")
             yield from ((name, tensor) for tensor in _on_ctx(node))
+
+
+def _nodes() -> list[Any]:
+    """The nodes of functions written in Python; most programs have none, and need no search."""
+    references = [(id(kind), sys.getrefcount(kind)) for kind in _kinds_of_nodes()]
+    if references == _REFERENCES:
+        return []
+    nodes = instances(torch._C._FunctionBase)
+    if not nodes:
+        _REFERENCES[:] = references
+    return nodes
+
+
+def _kinds_of_nodes() -> Iterator[type]:
+    level: list[type] = [torch._C._FunctionBase]
+    while level:
+        yield from level
+        level = [kind for one in level for kind in list[type](type.__subclasses__(one))]
 
 
 def _on_ctx(node: Any) -> list[Tensor]:

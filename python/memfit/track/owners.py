@@ -4,7 +4,7 @@ Responsible for finding modules and optimizers, for naming the blocks of their t
 and for summing CUDA tensors by category, whose allocator cannot be told. Not responsible for the
 count itself.
 
-A search through all Python objects takes some 40 ms, so it is made when something new is likely
+A search through all Python objects takes some 20 ms, so it is made when something new is likely
 (:meth:`Owners.search`), and the modules and optimizers found are remembered, weakly. Who has what
 no module and no optimizer has is found by a look (:mod:`memfit.track.look`).
 """
@@ -15,7 +15,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from itertools import compress
 from typing import Any
 
 import torch
@@ -55,23 +54,11 @@ CATEGORIES = (
 """The categories in the order reports have them."""
 
 
-class _Wanted(dict[type, bool]):
-    """Whether a class is one of some families, by class, asked once of each."""
-
-    def __init__(self, families: tuple[type, ...]) -> None:
-        super().__init__()
-        self._families = families
-
-    def __missing__(self, kind: type) -> bool:
-        return self.setdefault(kind, issubclass(kind, self._families))
-
-
 def instances(*families: type) -> list[Any]:
     """All live objects of some classes that the garbage collector knows, in its order."""
-    objects = gc.get_objects()
     # `isinstance` would ask proxies for their class, and some of torch's warn when they are asked.
     # There are hundreds of thousands: no line of Python runs for each.
-    return list(compress(objects, map(_Wanted(families).__getitem__, map(type, objects))))
+    return _native.instances(gc.get_objects(), families)
 
 
 def is_dataset(kind: type) -> bool:
