@@ -155,7 +155,7 @@ class Rematerialiser(Part):
         self._diverged = False
         transits = self._transits()
         strays = partial(self._strays, transits)
-        watch = Watch(self._directions, self._on_divergence, transits, strays, self._outlasts)
+        watch = Watch(self._directions, self._on_divergence, transits, strays, self._is_older)
         running = _Forward(watch, transits)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
@@ -198,6 +198,14 @@ class Rematerialiser(Part):
         offloaded = sent.pop("offload", 0)
         observations, replayed = last.watch.observations, last.replayer.replayed
         return Outcome(observations, replayed, offloaded, sum(sent.values()))
+
+    def _is_older(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is older than a forward, where its memory does not tell."""
+        if self._outlasts(storage):
+            return True
+        model = self._model() if storage.device.type != "cpu" else None
+        buffers = () if model is None else model.buffers()
+        return any(buffer.untyped_storage() is storage for buffer in buffers)
 
     def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
         regions = self._calls.get(module, {})

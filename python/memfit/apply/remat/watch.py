@@ -39,6 +39,7 @@ from memfit.apply.remat.records import (
     Token,
     alias_of,
 )
+from memfit.apply.remat.rewritten import Rewritten
 from memfit.apply.remat.saved_memory import SavedMemory
 from memfit.tensors.operators import Operator, operator_of
 from memfit.tensors.shape_saves import ShapeSaves
@@ -170,6 +171,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tracked: dict[int, Tracked] = {}
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         self._saved = SavedMemory()
+        self._rewritten = Rewritten(outlasts)
         self._shape_saves = ShapeSaves()
 
     @classmethod
@@ -240,8 +242,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             planned = self._directions.planned.get(index)
         elif self._lately is not None:
             self._find_back(operator)
-        if operator.writes and self._saved:
-            self._saved.written(operator.announced_writes(args, kwargs))
+        if operator.writes:
+            self._rewritten.writes(operator.announced_writes(args, kwargs))
+            if self._saved:
+                self._saved.written(operator.announced_writes(args, kwargs))
         if planned is not None:
             return self._create(index, planned, operator, types, args, kwargs)
         if operator.writes and (self._tracked or self._pins):
@@ -516,7 +520,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     fetch.source = alias_of(value)
                     fetch.source_version = tracked.version
                 return Ref(tracked.state, Geometry.of(value))
-            if may_change_unseen(value):
+            if may_change_unseen(value) or value in self._rewritten:
                 return _copied(value)
             self._pins.setdefault(_storage_key(value), []).append(weakref.ref(record))
             return Pin(alias_of(value), version_of(value), shared_digest(value))
