@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from ran import inline
+from torch import nn
+
+from memfit.run.script.planned_step import Call
+from memfit.run.script.turns import Turns
 
 GAN = """
     import torch
@@ -67,3 +72,26 @@ def test_two_optimizers_after_one_backward_take_no_turns(tmp_path: Path):
     [loop] = inline(tmp_path, "75%", ONE).loops
     assert loop["observed"]["steps"] <= 2
     assert loop["divergence"] is None
+
+
+def test_an_optimizer_of_another_model_takes_no_turn():
+    """However long the one before lives, which depends on who holds it."""
+    turns, seen = Turns(), torch.rand(2, 4)
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters()) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        call = Call(model, ((seen,), {}), "")
+        turns.ended(call.key, optimizer, model)
+        assert turns.told_apart(call, model).turn == 0
+
+
+def test_an_optimizer_that_comes_later_has_a_number_of_its_own():
+    turns, seen, model = Turns(), torch.rand(2, 4), nn.Linear(4, 4)
+    call = Call(model, ((seen,), {}), "")
+    first, second = (torch.optim.SGD(model.parameters()) for _ in range(2))
+    turns.ended(call.key, first, model)
+    turns.ended(call.key, second, model)
+    del first
+    before = turns.told_apart(call, model).turn
+    turns.ended(call.key, torch.optim.SGD(model.parameters()), model)
+    assert before != turns.told_apart(call, model).turn > 0

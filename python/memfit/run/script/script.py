@@ -224,7 +224,7 @@ class AdoptedScript:
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
         self._parameter_uses.leave()  # first: it would see all that memfit looks at
-        call = self._turns.told_apart(call)
+        call = self._turns.told_apart(call, root)
         self._files.gradients.pass_begins()
         loop = self._loop_of(root)
         was_refused = bool(loop.refusal)
@@ -593,7 +593,7 @@ class AdoptedScript:
             return
         optimizers = loop.placing.updated_by(self._optimizers)
         if stepped is not None:
-            self._turns.ended(current.key, stepped)
+            self._turns.ended(current.key, stepped, loop.root)
             if stepped not in optimizers:
                 optimizers.append(stepped)
         loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)

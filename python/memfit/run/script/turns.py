@@ -15,38 +15,45 @@ from typing import TYPE_CHECKING
 from memfit.run.script.sizes import kind_of
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
     from memfit.run.script.planned_step import Call, Key
 
 
 class Turns:
-    """The optimizers that have stepped, and the passes that end with more than one of them."""
+    """The optimizers that have stepped, and the passes of each model that end with several."""
 
     def __init__(self) -> None:
         """None has stepped yet."""
         self._numbers = weakref.WeakKeyDictionary["Optimizer", int]()
+        self._count = 0
         self._latest = 0
-        self._first: dict[Key, int] = {}
-        self._shared: set[Key] = set()
+        # By model: another one like it, with an optimizer of its own, is trained after it perhaps.
+        self._ends = weakref.WeakKeyDictionary["nn.Module", dict["Key", set[int]]]()
 
-    def told_apart(self, call: Call) -> Call:
+    def told_apart(self, call: Call, root: nn.Module) -> Call:
         """A call that begins a pass, with whose turn it is where passes like it have several ends.
 
         Args:
             call: The call.
+            root: The model that the pass is of.
         """
-        is_shared = bool(self._shared) and kind_of(call.key) in self._shared
+        ends = self._ends.get(root)
+        is_shared = ends is not None and len(ends.get(kind_of(call.key), ())) > 1
         return replace(call, turn=self._latest) if is_shared else call
 
-    def ended(self, key: Key, optimizer: Optimizer) -> None:
+    def ended(self, key: Key, optimizer: Optimizer, root: nn.Module) -> None:
         """An optimizer's step has ended a pass.
 
         Args:
             key: The key of the pass.
             optimizer: The optimizer.
+            root: The model that the pass was of.
         """
-        self._latest = self._numbers.setdefault(optimizer, len(self._numbers) + 1)
-        kind = kind_of(key)
-        if self._first.setdefault(kind, self._latest) != self._latest:
-            self._shared.add(kind)
+        known = self._numbers.get(optimizer)
+        if known is None:
+            self._count += 1
+            known = self._numbers[optimizer] = self._count
+        self._latest = known
+        self._ends.setdefault(root, {}).setdefault(kind_of(key), set()).add(known)
