@@ -216,6 +216,11 @@ class HeldInFiles:
         written = (it.tensors(key) for key, it in self._mapped.items() if it.has_newer())
         return sum(tensors[0].untyped_storage().nbytes() for tensors in written if tensors)
 
+    def unwritten_bytes(self) -> int:
+        """Bytes of what is in files and takes no memory."""
+        unwritten = (it.tensors(key) for key, it in self._mapped.items() if not it.has_newer())
+        return sum(tensors[0].untyped_storage().nbytes() for tensors in unwritten if tensors)
+
     def _place(self) -> str:
         """Where tensors may go; empty for nowhere."""
         place = "" if self._is_over else strays_to(self._request, "cpu")

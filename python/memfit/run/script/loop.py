@@ -39,12 +39,14 @@ from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
+from memfit.run.script.percentage import least_bytes
 from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.recorder_steps import AsRecordedPass, recorded_peak_bytes, said_of
 from memfit.run.script.recordings import MAX_RECORDINGS, Recordings
+from memfit.run.script.remains import Passing
 from memfit.run.script.remedies import offers, remedies, why_over
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
@@ -91,6 +93,7 @@ class Loop:
         went_in_step: Whether the script has let go of the model in the middle of a step.
         beginning_uses: Parameters, by ``id``, and names of ops on them, by which steps began that
             no module's call does.
+        elsewhere_bytes: What waits in files beside its step while the budget is a percentage yet.
         ran_by: Kinds of action of the plans that its steps ran by.
         ways: The ways of its steps in other ops than the script's.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
@@ -138,6 +141,7 @@ class Loop:
         self.notes: dict[str, None] = {}
         self.differentiates_more = False
         self.undoes = self.has_rival = self.went_in_step = False
+        self.elsewhere_bytes = 0
         self.ran_by: set[str] = set()
         self.beginning_uses: set[tuple[int, str]] = set()
         self.ways = Ways(request, self.device)
@@ -434,7 +438,7 @@ class Loop:
         begins = self.ways.begins_again or not self.plans
         model, first = self._model(), way is None and begins and not call.is_use
         inside = self.ways.first(model, budget) if first else None
-        what = (model, call, optimizers, way, budget)
+        what = (model, call, optimizers, way, self.least_budget_bytes())
         running = ObservedPass(self.device, *what, inside=inside)
         running.follows(self._pending or self._kept)
         running.undoes = self._undoes or self._checkpoints.around_model
@@ -454,6 +458,24 @@ class Loop:
     def budget_bytes(self) -> int:
         """The budget; 0 while it is a part of a step that nobody knows yet."""
         return 0 if "%" in str(self._budget) else _native.parse_budget(str(self._budget), 0)
+
+    @property
+    def budget(self) -> str:
+        """The budget as it is known: a percentage, or bytes."""
+        return str(self._budget)
+
+    def _resolved(
+        self, budget: str | int, step: RecordedStep, outside: int, passing: Passing = ()
+    ) -> str | int:
+        """What there is for a step; a percentage is one of all that it would have in memory."""
+        within = self._room.within(budget)
+        if "%" not in str(within) or not self.elsewhere_bytes:
+            return within
+        return step.share_bytes(str(within), outside + self.elsewhere_bytes, passing)
+
+    def least_budget_bytes(self) -> int:
+        """The budget, or what a percentage comes to at least; 0 where not even that is known."""
+        return least_bytes(self._budget, live_bytes(self.device))
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
         left = planned.left_besides(inputs)
@@ -646,9 +668,10 @@ class Loop:
         own = self._recorded(kept[1]) if kept is not None and kept[0] == key else None
         by_own: Plan | None = None
         if own is not None and "%" in str(self._budget):
-            by_own = own.plan(self._room.within(self._budget), outside)
+            by_own = own.plan(self._resolved(self._budget, own, outside), outside)
             self._budget = by_own.budget_bytes  # a share of what the script's own step takes
-        made = step.plan(self._room.within(self._budget), outside, observation.passing)
+        within = self._resolved(self._budget, step, outside, observation.passing)
+        made = step.plan(within, outside, observation.passing)
         if own is not None and kept is not None and not made.fits:
             # The script's own checkpoints may reach what no plan without them does.
             by_own = by_own or own.plan(self._room.within(self._budget), outside)
@@ -693,7 +716,8 @@ class Loop:
         if not (helps or planned.asks_for_another(outside)) or self.replans >= MAX_REPLANS:
             return
         self.replans += 1
-        within = self._room.within(self._request.budget if helps else self._budget)
+        asked = self._request.budget if helps else self._budget
+        within = self._resolved(asked, planned.step, outside, planned.goes)
         made = planned.step.plan(within, outside, planned.goes)
         planned.take(made, outside)
         self._budget = made.budget_bytes

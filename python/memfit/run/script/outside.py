@@ -20,10 +20,10 @@ from memfit import _native
 from memfit.apply.offload.state_view import whole_state_bytes
 from memfit.run.script.observed import Observation
 from memfit.run.script.planned_step import Call, Key
-from memfit.run.script.step_updates import live_bytes
+from memfit.run.script.step_updates import live_bytes, state_bytes
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import in_memory
-from memfit.tensors.storage import address, plain_tensors
+from memfit.tensors.storage import address, gradient_of, plain_tensors
 
 _ROUNDED_TO = 1 << 20
 """Bytes held besides are rounded up to this, so that a few more ask for no new plan."""
@@ -142,3 +142,22 @@ class Outside:
                 if is_counted and place is not None:
                     sizes[place] = storage.nbytes()
         return sizes
+
+
+def elsewhere_bytes(others: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> int:
+    """What models and optimizers beside those of a step have in files.
+
+    Args:
+        others: The models, whose gradients may wait.
+        optimizers: The optimizers, whose state may.
+    """
+    found = (gradient_of(p) for model in others for p in model.parameters())
+    gradients = (it.nbytes for it in found if it is not None and not _is_counted(it))
+    state = (whole_state_bytes(it.state.values()) - state_bytes(it) for it in optimizers)
+    return sum(gradients) + sum(state)
+
+
+def _is_counted(tensor: Tensor) -> bool:
+    """Whether a tensor is in memory that counts."""
+    place = None if tensor.layout is not torch.strided else address(tensor.untyped_storage())
+    return place is None or tensor.device.type != "cpu" or _native.is_counted(place)

@@ -226,6 +226,19 @@ class RecordedStep:
         if kind not in self._forbidden:
             self._forbidden = [*self._forbidden, kind]
 
+    def share_bytes(self, percentage: str, outside_bytes: int, passing: Passing = ()) -> int:
+        """What a percentage of the step comes to, as it is without a plan.
+
+        Args:
+            percentage: As the user wrote it.
+            outside_bytes: What the script holds besides, or would hold.
+            passing: What of that goes in the course of the step.
+        """
+        trace = _native_trace(_held(self._json, outside_bytes, passing))
+        request = {"batch": None, "budget": None, "gpu": None}
+        whole = int(_native.predict(trace, request)["predicted_peak_bytes"])
+        return _native.parse_budget(percentage, whole)
+
     def plan(
         self,
         budget: str | int,

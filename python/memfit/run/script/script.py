@@ -240,6 +240,9 @@ class AdoptedScript:
             if self._loose.let_state_go(idle, self._loops):
                 loop.notes[LOOSE_STATE] = None
         self._files.place_held(loop, call.inputs)
+        if "%" in loop.budget:
+            others = self._optimizers.difference(loop.placing.planned_with(known))
+            loop.elsewhere_bytes = self._files.elsewhere_bytes(loop, others)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(call, known, in_closure=self._stepping > 0)
         self._kept.resolve(loop.budget_bytes())
@@ -364,7 +367,8 @@ class AdoptedScript:
         recorder, model = recorder_of(current), current.loop.root
         if recorder is not None and model is not None:
             place = self._files.place
-            self._frozen.backward_begins(model, self._kept.budget_bytes, place, recorder.moves)
+            least = current.loop.least_budget_bytes()
+            self._frozen.backward_begins(model, least, place, recorder.moves)
 
     def backward_ended(self) -> None:
         """Go on with the pass."""

@@ -26,6 +26,7 @@ from memfit.options import HOST
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site, gradients_looked_at
 from memfit.run.script.fused import FusedUpdates
 from memfit.run.script.passes import ObservedPass
+from memfit.run.script.percentage import least_bytes
 from memfit.run.script.place import LEAST_STATE_BYTES, state_elsewhere
 from memfit.run.script.request import FitRequest
 from memfit.run.script.stand_in import StandIn
@@ -180,15 +181,16 @@ class StepUpdates:
         Returns:
             What keeps the state elsewhere; ``None`` where it stays.
         """
-        within = str(self._within())
-        if "%" in within or len(optimizers) != 1 or refusal(model, optimizers) is not None:
+        device = _device_of(model)
+        budget_bytes = least_bytes(self._within(), live_bytes(device))
+        if not budget_bytes or len(optimizers) != 1 or refusal(model, optimizers) is not None:
             return None
         held_bytes = state_bytes(optimizers[0])
-        before = peak_bytes or 2 * live_bytes(_device_of(model))
+        before = peak_bytes or 2 * live_bytes(device)
         needed = before + (held_bytes if is_second else 0)
-        if not held_bytes or needed <= _CLEARLY * _native.parse_budget(within, 0):
+        if not held_bytes or needed <= _CLEARLY * budget_bytes:
             return None
-        return self._elsewhere(model, optimizers[0], held_bytes, _device_of(model).type)
+        return self._elsewhere(model, optimizers[0], held_bytes, device.type)
 
     def is_tight(self, device: torch.device, peak_bytes: int) -> bool:
         """Whether a recorded pass may take more than there is.
@@ -197,9 +199,9 @@ class StepUpdates:
             device: Where it runs.
             peak_bytes: Most bytes live at once in those before; 0 before the first.
         """
-        within = str(self._within())
+        budget_bytes = least_bytes(self._within(), live_bytes(device))
         before = peak_bytes or 2 * live_bytes(device)
-        return "%" not in within and before > _CLEARLY * _native.parse_budget(within, 0)
+        return budget_bytes > 0 and before > _CLEARLY * budget_bytes
 
     def foreseen_bytes(self, live_bytes: int, needs: UpdateNeeds) -> int:
         """What updates make at once whose state is in memory, as they are going to be made.
@@ -409,8 +411,6 @@ class StepUpdates:
         """
         if lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
             return executor
-        if executor is None and "%" in str(self._within()):
-            return None
         if executor is None:
             try:
                 self._needs = update_needs(optimizer, self._needs)
@@ -434,11 +434,10 @@ class StepUpdates:
         State that would leave the next pass, which is recorded too at worst, without room goes
         elsewhere from the beginning.
         """
-        within = str(self._within())
-        if "%" in within:
+        device, within = _device_of(model), self._within()
+        budget_bytes = least_bytes(within, live_bytes(device))
+        if not budget_bytes:
             return None
-        device = _device_of(model)
-        budget_bytes = _native.parse_budget(within, 0)
         away, largest_away = gradients_away
         room_bytes = budget_bytes - live_bytes(device)
         if needs.first_bytes <= room_bytes - away:
@@ -457,7 +456,8 @@ class StepUpdates:
             if elsewhere is not None:
                 return elsewhere
         one_by_one = Executor(ONE_BY_ONE, Subject(weakref.ref(model), optimizer, warn=False))
-        return one_by_one if fits_one_by_one else None
+        may_fit = fits_one_by_one or "%" in str(within)
+        return one_by_one if may_fit and "one_by_one" not in self._request.options.forbid else None
 
 
 def state_alone(executor: Executor | None) -> Executor | None:
