@@ -63,6 +63,8 @@ def test_steps_that_no_plan_fits_run_as_they_were_recorded(tmp_path: Path):
     assert loop["planned"]["peak_bytes"] <= predicted <= loop["plan"]["budget_bytes"]
     assert loop["plan"]["actions"] == []
     assert any("run as recorded" in note for note in loop["notes"])
+    # What keeps the budget needs no other option, each of which takes a plan to be looked at.
+    assert not any("would take" in it or "not tried" in it for it in loop["notes"])
     assert "it runs as it was recorded" in ran.stderr
     assert list((tmp_path / "disk").iterdir()) == []
     # The smallest budget to ask for is what that takes, though every plan takes more.

@@ -692,7 +692,8 @@ class Loop:
         helps = self.lean_backward.may_help(planned.lacking_bytes)  # the exact way comes first
         self._looks_again |= helps or self.cut_ops.may_help(fits=made.fits)
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
-        if not (made.fits or self._has_offered):  # each way takes as long as a plan
+        is_kept = made.fits or planned.keeps_as_recorded
+        if not (is_kept or self._has_offered):  # each way takes as long as a plan
             budget, self._has_offered = self._room.within(self._budget), True
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
         if made.fits or (little and not (self._looks_again or self.ways.asks_for_more(key))):
