@@ -29,7 +29,7 @@ from memfit.run.script.held_in_files import HELD_IN_FILES, MADE_IN_FILES, HeldIn
 from memfit.run.script.loaded import LOADED_IN_FILES, LoadCall, loadable_bytes
 from memfit.run.script.loop import Loop
 from memfit.run.script.observed import ScriptRecorder
-from memfit.run.script.outside import elsewhere_bytes
+from memfit.run.script.outside import in_files_bytes
 from memfit.run.script.passes import Pass
 from memfit.run.script.request import FitRequest
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
@@ -105,7 +105,7 @@ class BetweenPasses:
             running: The pass.
             recorder: What records it, if anything does.
         """
-        moves, budget_bytes = None, self._budget_bytes() or loop.least_budget_bytes()
+        moves, budget_bytes = None, self._budget_bytes() or loop.budget.least_bytes()
         if recorder is not None and recorder.gradients is not None:
             recorder.gradients.place, moves = self.place, recorder.moves
             if recorder.gradients.adding:  # it watches those of its own model
@@ -141,14 +141,14 @@ class BetweenPasses:
         """
         if not (self.held.count or loop.need.is_of_held()):
             return
-        place = self.held.place(loop.least_budget_bytes(), self.models(), inputs, self._trained())
+        place = self.held.place(loop.budget.least_bytes(), self.models(), inputs, self._trained())
         if place and self._request.may_choose_place and not self.held.is_said:
             self.held.is_said = True
             self._say(f"{HELD_IN_FILES}; they lie in `{place}`; `--no-offload` forbids it")
         if place:
             loop.notes[HELD_IN_FILES] = None
 
-    def elsewhere_bytes(self, loop: Loop, optimizers: Iterable[Optimizer]) -> int:
+    def in_files_bytes(self, loop: Loop, optimizers: Iterable[Optimizer]) -> int:
         """What is in files beside the step of a loop, which would have it in memory.
 
         Args:
@@ -156,7 +156,7 @@ class BetweenPasses:
             optimizers: Those that no plan for its steps knows.
         """
         others = (it for it in self.models() if it is not loop.root)
-        return self.held.unwritten_bytes() + elsewhere_bytes(others, optimizers)
+        return self.held.unwritten_bytes() + in_files_bytes(others, optimizers)
 
     # Between them
 

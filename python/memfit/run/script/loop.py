@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
 from memfit.apply.slices.chunk import take_off_ended
@@ -34,19 +33,18 @@ from memfit.run.script.forbidden import ForbiddenTechniques
 from memfit.run.script.lean_backward import LeanBackward
 from memfit.run.script.lean_ops import LeanWay
 from memfit.run.script.lease import Room
+from memfit.run.script.loop_budget import LoopBudget
 from memfit.run.script.model_refusals import are_lent, model_refusal
 from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
-from memfit.run.script.percentage import least_bytes
 from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
 from memfit.run.script.planned_step import WORTH_A_PLAN, Call, Key, PlannedStep, comes_nearer
 from memfit.run.script.recorded_step import RecordedStep
 from memfit.run.script.recorder_steps import AsRecordedPass, recorded_peak_bytes, said_of
 from memfit.run.script.recordings import MAX_RECORDINGS, Recordings
-from memfit.run.script.remains import Passing
 from memfit.run.script.remedies import offers, remedies, why_over
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
@@ -93,7 +91,7 @@ class Loop:
         went_in_step: Whether the script has let go of the model in the middle of a step.
         beginning_uses: Parameters, by ``id``, and names of ops on them, by which steps began that
             no module's call does.
-        elsewhere_bytes: What waits in files beside its step while the budget is a percentage yet.
+        budget: What its steps may take.
         ran_by: Kinds of action of the plans that its steps ran by.
         ways: The ways of its steps in other ops than the script's.
         evaluations: What is known of calls without gradients that have parameters elsewhere.
@@ -141,12 +139,12 @@ class Loop:
         self.notes: dict[str, None] = {}
         self.differentiates_more = False
         self.undoes = self.has_rival = self.went_in_step = False
-        self.elsewhere_bytes = 0
         self.ran_by: set[str] = set()
         self.beginning_uses: set[tuple[int, str]] = set()
         self.ways = Ways(request, self.device)
         self.cut_ops = LeanWay()
-        self.lean_backward = LeanBackward(self.budget_bytes, self.notes)
+        self.budget = LoopBudget(request.budget, room, self.device)
+        self.lean_backward = LeanBackward(self.budget.bytes, self.notes)
         self.evaluations = Evaluations(request, self.device, self._choose_place)
         self._on_gone = on_gone
         self._root = weakref.ref(root, lambda _: on_gone(self))
@@ -154,7 +152,6 @@ class Loop:
         self._request = request
         self._room = room
         self._giving_way = GivingWay(room)
-        self._budget: str | int = request.budget
         self._on_plan = on_plan
         self._say = say
         self._strict = strict
@@ -171,7 +168,7 @@ class Loop:
         self.partners = weakref.WeakSet[nn.Module]()
         self._outside = Outside(self.device)
         self._updates = StepUpdates(
-            request, lambda: room.within(self._budget), self._choose_place, self._note_aloud
+            request, self.budget.within, self._choose_place, self._note_aloud
         )
         observed, is_refused = self.counts["observed"], lambda: bool(self.refusal)
         self.placing = Placing(self._root, self.device, request, self._updates, is_refused)
@@ -260,7 +257,7 @@ class Loop:
         """
         if self.refusal or occupied():
             return contextlib.nullcontext()
-        key, budget, live = call.key, self.budget_bytes(), live_bytes(self.device)
+        key, budget, live = call.key, self.budget.bytes(), live_bytes(self.device)
         if self._request.options.promise != "exact":
             return self.ways.evaluation(call, self._model(), live, budget)
         is_tight = not self.plans or any(planned.plan.actions for planned in self.plans)
@@ -414,7 +411,7 @@ class Loop:
     def _require_fits(self, planned: PlannedStep, outside: int) -> None:
         """End a script that is held to its budget before a step that would not keep it."""
         if self._strict is not None and not (planned.left or planned.keeps_as_recorded):
-            ways = remedies(self._request, planned, self._room.within(self._budget), outside)
+            ways = remedies(self._request, planned, self.budget.within(), outside)
             self._strict.require(planned.plan, ways)
 
     def _observe(self, key: Key, call: Call, optimizers: list[Optimizer]) -> Pass:
@@ -427,7 +424,7 @@ class Loop:
         self._room.whole()
         self.placing.for_recording(optimizers, self.counts["observed"])
         self._looks_again = False
-        budget = self.budget_bytes()
+        budget = self.budget.bytes()
         is_whole = self._checkpoints.around_model or call.is_use
         if not (is_whole or self.ways.are_slices(call, budget)):
             live = live_bytes(self.device)
@@ -438,7 +435,7 @@ class Loop:
         begins = self.ways.begins_again or not self.plans
         model, first = self._model(), way is None and begins and not call.is_use
         inside = self.ways.first(model, budget) if first else None
-        what = (model, call, optimizers, way, self.least_budget_bytes())
+        what = (model, call, optimizers, way, self.budget.least_bytes())
         running = ObservedPass(self.device, *what, inside=inside)
         running.follows(self._pending or self._kept)
         running.undoes = self._undoes or self._checkpoints.around_model
@@ -448,34 +445,12 @@ class Loop:
     def _run_as_recorded(self, planned: PlannedStep, call: Call, own: list[Optimizer]) -> Pass:
         """Begin a pass that keeps in memory what its recording did."""
         self.notes[said_of(planned)] = None
-        self.placing.for_recording(own, self.counts["observed"], self.budget_bytes())
+        self.placing.for_recording(own, self.counts["observed"], self.budget.bytes())
         self._choose_place(strays_to(self._request, self.device.type))
         whole = (self._model(), call, own)
-        running = AsRecordedPass.of(planned, *whole, self._request, self.budget_bytes())
+        running = AsRecordedPass.of(planned, *whole, self._request, self.budget.bytes())
         self._checkpoints.begin_pass(undoes=planned.undoes, recorder=running.recorder)
         return running
-
-    def budget_bytes(self) -> int:
-        """The budget; 0 while it is a part of a step that nobody knows yet."""
-        return 0 if "%" in str(self._budget) else _native.parse_budget(str(self._budget), 0)
-
-    @property
-    def budget(self) -> str:
-        """The budget as it is known: a percentage, or bytes."""
-        return str(self._budget)
-
-    def _resolved(
-        self, budget: str | int, step: RecordedStep, outside: int, passing: Passing = ()
-    ) -> str | int:
-        """What there is for a step; a percentage is one of all that it would have in memory."""
-        within = self._room.within(budget)
-        if "%" not in str(within) or not self.elsewhere_bytes:
-            return within
-        return step.share_bytes(str(within), outside + self.elsewhere_bytes, passing)
-
-    def least_budget_bytes(self) -> int:
-        """The budget, or what a percentage comes to at least; 0 where not even that is known."""
-        return least_bytes(self._budget, live_bytes(self.device))
 
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
         left = planned.left_besides(inputs)
@@ -506,7 +481,7 @@ class Loop:
         if note:
             self.notes[note] = None
         for planned in changed:
-            within = self._room.within(self._budget)
+            within = self.budget.within()
             planned.plan = planned.step.plan(within, planned.outside_bytes, planned.goes)
             planned.wider = planned.executor = None
             self._on_plan(self, planned.plan)
@@ -592,7 +567,7 @@ class Loop:
         if self._pending is None or (self._looks_again and not is_last):
             return False
         is_first = not self.plans and self.counts["observed"].steps == 1
-        if is_first and self._pending[1].asks_for_another(self.budget_bytes()):
+        if is_first and self._pending[1].asks_for_another(self.budget.bytes()):
             return False
         held = {id(p) for p in self._model().parameters() if p.is_leaf and p.grad is not None}
         return is_last or held <= self._pending[1].gradients_before
@@ -623,7 +598,7 @@ class Loop:
     ) -> None:
         """Plan a step once more, recorded in another way than before."""
         step = self._recorded(observation)
-        within = self._room.within(self._budget)
+        within = self.budget.within()
         made = step.plan(within, outside, observation.passing)
         nearer = comes_nearer(made, planned.plan)
         if self.ways.planned(step, nearer=nearer):
@@ -655,7 +630,7 @@ class Loop:
     def _plan_pending(self, outside: int, call: Call) -> None:
         assert self._pending is not None
         (key, observation), self._pending = self._pending, None
-        outside += int(self.budget_bytes() * _RESERVE) if self.recordings.is_again(key) else 0
+        outside += int(self.budget.bytes() * _RESERVE) if self.recordings.is_again(key) else 0
         outside += observation.remains.graph_bytes
         self._outside.is_planned(observation)
         again = next((it for it in self.plans if it.key == key), None)
@@ -667,14 +642,14 @@ class Loop:
         kept, self._kept = self._kept, None
         own = self._recorded(kept[1]) if kept is not None and kept[0] == key else None
         by_own: Plan | None = None
-        if own is not None and "%" in str(self._budget):
-            by_own = own.plan(self._resolved(self._budget, own, outside), outside)
-            self._budget = by_own.budget_bytes  # a share of what the script's own step takes
-        within = self._resolved(self._budget, step, outside, observation.passing)
+        if own is not None and self.budget.is_share:
+            by_own = own.plan(self.budget.of_step(own, outside), outside)
+            self.budget.written = by_own.budget_bytes  # a share of what the script's own step takes
+        within = self.budget.of_step(step, outside, observation.passing)
         made = step.plan(within, outside, observation.passing)
         if own is not None and kept is not None and not made.fits:
             # The script's own checkpoints may reach what no plan without them does.
-            by_own = by_own or own.plan(self._room.within(self._budget), outside)
+            by_own = by_own or own.plan(self.budget.within(), outside)
             if comes_nearer(by_own, made):
                 step, made, observation, self._undoes = own, by_own, kept[1], False
         if step.place:
@@ -682,7 +657,7 @@ class Loop:
         self.undoes = observation.undoes
         self.notes.update(dict.fromkeys(self._checkpoints.notes(undoes=observation.undoes)))
         # Where it is a percentage: the same bytes from now on.
-        self._budget = made.budget_bytes
+        self.budget.written = made.budget_bytes
         self.replans += bool(self.plans)
         calls, undoes = observation.root_calls, observation.undoes
         planned = PlannedStep(key, step, made, calls, undoes, outside)
@@ -694,14 +669,14 @@ class Loop:
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         is_kept = made.fits or planned.keeps_as_recorded
         if not (is_kept or self._has_offered):  # each way takes as long as a plan
-            budget, self._has_offered = self._room.within(self._budget), True
+            budget, self._has_offered = self.budget.within(), True
             self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
         if made.fits or (little and not (self._looks_again or self.ways.asks_for_more(key))):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 
     def _planning(self, outside: int) -> Planning:
         def planning(step: RecordedStep, least: bool) -> Plan:  # noqa: FBT001
-            budget = LEAST_BUDGET if least else self._room.within(self._budget)
+            budget = LEAST_BUDGET if least else self.budget.within()
             return step.plan(budget, outside)
 
         return planning
@@ -717,11 +692,11 @@ class Loop:
         if not (helps or planned.asks_for_another(outside)) or self.replans >= MAX_REPLANS:
             return
         self.replans += 1
-        asked = self._request.budget if helps else self._budget
-        within = self._resolved(asked, planned.step, outside, planned.goes)
+        asked = self._request.budget if helps else None
+        within = self.budget.of_step(planned.step, outside, planned.goes, written=asked)
         made = planned.step.plan(within, outside, planned.goes)
         planned.take(made, outside)
-        self._budget = made.budget_bytes
+        self.budget.written = made.budget_bytes
         if not made.fits:
             self._consider_ways(planned, made, planned.step.pieces, call)
         if not self._must_observe(call.key):  # else a better one may follow

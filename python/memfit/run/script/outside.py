@@ -144,7 +144,7 @@ class Outside:
         return sizes
 
 
-def elsewhere_bytes(others: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> int:
+def in_files_bytes(others: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> int:
     """What models and optimizers beside those of a step have in files.
 
     Args:

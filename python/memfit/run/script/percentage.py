@@ -1,8 +1,8 @@
-"""A budget that is a percentage of a step which nobody knows yet.
+"""A budget that is a percentage of a step that has not run yet.
 
-Responsible for what it comes to at least: a step takes more than what is live before it, so who
-keeps to that share of what is live keeps the budget, whatever it will be. Not responsible for the
-budget itself (:mod:`memfit.run.script.loop`), by which alone anything is judged.
+Responsible for what it comes to at least: a step takes more than what is live before it, so that
+share of what is live is within the budget, whatever the step will take. Not responsible for the
+budget itself (:mod:`memfit.run.script.loop_budget`), by which alone anything is judged.
 """
 
 from __future__ import annotations

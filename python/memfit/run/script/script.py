@@ -240,12 +240,12 @@ class AdoptedScript:
             if self._loose.let_state_go(idle, self._loops):
                 loop.notes[LOOSE_STATE] = None
         self._files.place_held(loop, call.inputs)
-        if "%" in loop.budget:
+        if loop.budget.is_share:
             others = self._optimizers.difference(loop.placing.planned_with(known))
-            loop.elsewhere_bytes = self._files.elsewhere_bytes(loop, others)
+            loop.budget.in_files_bytes = self._files.in_files_bytes(loop, others)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
         running = loop.begin(call, known, in_closure=self._stepping > 0)
-        self._kept.resolve(loop.budget_bytes())
+        self._kept.resolve(loop.budget.bytes())
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.refusal and not was_refused:
             self._say_unplanned(loop)
@@ -270,7 +270,7 @@ class AdoptedScript:
             return contextlib.nullcontext()
         loop.cut_ops.pass_begins()
         loop.lean_backward.way.pass_begins()
-        return self._lean_ops.in_pieces(loop.budget_bytes(), loop.notes, loop.cut_ops)
+        return self._lean_ops.in_pieces(loop.budget.bytes(), loop.notes, loop.cut_ops)
 
     def _evaluate(self, root: nn.Module, call: Call) -> None:
         """A model is about to be called without gradients."""
@@ -367,7 +367,7 @@ class AdoptedScript:
         recorder, model = recorder_of(current), current.loop.root
         if recorder is not None and model is not None:
             place = self._files.place
-            least = current.loop.least_budget_bytes()
+            least = current.loop.budget.least_bytes()
             self._frozen.backward_begins(model, least, place, recorder.moves)
 
     def backward_ended(self) -> None:
