@@ -89,6 +89,7 @@ def _objects() -> Iterator[object]:
         nn.GRU(2, 2),
         nn.functional.batch_norm(result.expand(2, 2), *torch.ones(2, 2)).grad_fn,
     )
+    yield nn.functional.conv1d(torch.ones(1, 1, 2), nn.Conv1d(1, 1, 1).weight).grad_fn
     yield torch.optim.SGD(module.parameters())
     yield from (fx.Graph(), TorchDispatchMode(), FakeTensorMode())
     yield import_of("torch._inductor.compile_fx")

@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memfit.tensors import divisor_gradient
+from memfit.tensors import convolution_in_two, divisor_gradient
 from memfit.tensors.as_without_modes import is_called_by_engine
+from memfit.tensors.convolution_in_two import InTwo, in_two
+from memfit.tensors.convolution_kinds import BACKWARD
 from memfit.tensors.divisor_gradient import DivisorGradient, Run, Step
 from memfit.tensors.layouts import PLAIN, decides_layout
 
@@ -123,7 +125,7 @@ WAYS = {**_ACTIVATIONS, **_ARITHMETIC, **_OF_ROWS}
 and its way in place. From ``tools/autograd/derivatives.yaml``."""
 
 _ADD = _aten.add.Tensor
-_OPS = frozenset((_ADD, *(op for op, _ in WAYS.values())))
+_OPS = frozenset((_ADD, BACKWARD, *(op for op, _ in WAYS.values())))
 _SUM, _DIVIDEND = "a sum of two gradients", "the gradient of a dividend, after the divisor's"
 _WITHOUT_SUMS = frozenset(
     (
@@ -162,6 +164,9 @@ _FOR_BOTH = "MulBackward"
 _FOR_FIRST = ("MaskedFillBackward",)
 """Their op reads the gradient, and is the last to, where only the first input wants one."""
 
+Lean = InPlace | InTwo | Step
+"""What to run in the place of an op of backward, and takes less."""
+
 _Owners = tuple[int, int, int, int, int]
 _NO_OWNERS: _Owners = (0, 0, 0, 0, 0)
 
@@ -172,6 +177,7 @@ class BackwardInPlace:
     def __init__(self) -> None:
         """No node has run yet."""
         self._alone = alone()
+        self._may_split = convolution_in_two.is_ready()
         self._half = -1
         self._of_divisor = DivisorGradient()
 
@@ -180,10 +186,8 @@ class BackwardInPlace:
         self._half = -1
         self._of_divisor.begins()
 
-    def instead(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> InPlace | Step | None:
-        """What writes over the gradient instead; to be asked in ``__torch_dispatch__`` itself.
+    def instead(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lean | None:
+        """What takes less instead; to be asked in ``__torch_dispatch__`` itself.
 
         Args:
             func: The op that is about to run.
@@ -201,6 +205,9 @@ class BackwardInPlace:
         name = node.name().rstrip("0123456789")
         if func is _ADD:
             return self._sum(args, kwargs) if name in _WITHOUT_SUMS else None
+        if func is BACKWARD:
+            is_own = self._may_split and name == convolution_in_two.NODE and not kwargs
+            return in_two(node, args) if is_own else None
         step: InPlace | Step | None = None
         if name == divisor_gradient.NODE and _wants(node)[1:] == [True]:
             step = self._of_divisor.instead(node._sequence_nr(), func, args)

@@ -128,6 +128,34 @@ def blank_storage(size_bytes: int) -> torch.UntypedStorage:
     return memory.untyped_storage()
 
 
+def blank_like(tensor: Tensor) -> Tensor:
+    """A tensor that lies as another one does, over such memory.
+
+    Args:
+        tensor: The other one, on the CPU.
+    """
+    return blank(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+
+def blank(
+    dtype: torch.dtype, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Tensor:
+    """A tensor over such memory.
+
+    Args:
+        dtype: Type of its elements.
+        offset: Elements from the start of the memory.
+        shape: Its sizes.
+        stride: Strides in elements.
+    """
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    elements = 0 if 0 in shape else offset + last + 1
+    with torch._C._DisableTorchDispatch():  # no op of the step
+        made = torch.empty(0, dtype=dtype, device="cpu")
+        made.set_(blank_storage(elements * dtype.itemsize), offset, shape, stride)
+    return made
+
+
 def _newest_node() -> int:
     return int(torch._C._autograd._get_sequence_nr()) - 1
 

@@ -15,7 +15,7 @@ from memfit.apply.offload import mapped
 from memfit.apply.pieces import whole_draws
 from memfit.run.script import gradients_between
 from memfit.run.script.signals import Signals
-from memfit.tensors import backward_in_place, storage, versions
+from memfit.tensors import backward_in_place, convolution_in_two, storage, versions
 from memfit.track import cpu
 
 
@@ -41,6 +41,7 @@ def _nothing_of_the_cpu() -> None:
         (storage._freed_by_allocator, storage._freed_by_allocator),
         (storage._alone, storage._alone),
         (backward_in_place._counted, backward_in_place.alone),
+        (convolution_in_two._owners_alone, convolution_in_two.is_ready),
         (gradients_between._alone, gradients_between._alone),
         (versions._nothing, _nothing_of_the_cpu),
         (whole_draws._counts_in_32_bits, whole_draws._counts_in_32_bits),

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
 
-from memfit.tensors.shape_saves import blank_storage
+from memfit.tensors.convolution_in_two import LetsGo
+from memfit.tensors.shape_saves import blank, blank_like
 from memfit.tensors.versions import counter_of, version_of
 
 if TYPE_CHECKING:
@@ -123,11 +124,11 @@ class State:
         """Note that ``reader`` refers to this state."""
         self.readers.append(weakref.ref(reader))
 
-    def read_only_by(self, record: Record) -> bool:
+    def read_only_by(self, one: Token | Record) -> bool:
         """Whether no other token, and no other record that has yet to run, refers to this state."""
         for reference in self.readers:
             reader = reference()
-            if reader is None or reader is record:
+            if reader is None or reader is one:
                 continue
             if isinstance(reader, Record) and reader.consumed:
                 continue
@@ -301,7 +302,7 @@ class Fetch:
         self.stay: object | None = None
 
 
-class Token:
+class Token(LetsGo):
     """What autograd holds in place of a tensor that is not kept; takes no memory.
 
     Hooks switch autograd's own check for in-place changes off, and whoever else holds the tensor
@@ -341,11 +342,19 @@ class Token:
     def blank(self) -> Tensor:
         """A tensor with the shape of the saved one, over memory that is never touched."""
         geometry = self.geometry
-        last = sum((n - 1) * step for n, step in zip(geometry.shape, geometry.stride, strict=True))
-        elements = 0 if 0 in geometry.shape else geometry.offset + last + 1
-        anchor = torch.empty(0, dtype=geometry.dtype)
-        anchor.set_(blank_storage(elements * geometry.dtype.itemsize))
-        return geometry.over(anchor)
+        return blank(geometry.dtype, geometry.offset, geometry.shape, geometry.stride)
+
+    def let_go(self) -> Tensor | None:
+        """Hold the memory no longer, unless another token or a record that has yet to run does.
+
+        Returns:
+            What looks like the saved tensor; ``None`` where it is in memory whatever happens.
+        """
+        if self.written is not None:
+            return None
+        if self.state.read_only_by(self):
+            self.state.anchor = None
+        return self.blank()
 
     def is_written_to(self, alias: Tensor) -> None:
         """Take note that an op wrote to the saved memory; autograd refuses it where it is counted.
@@ -366,19 +375,32 @@ class Token:
             require_unchanged(self.counter, self.version, list(self.geometry.shape))
 
 
-@dataclass(slots=True, frozen=True)
-class Kept:
+@dataclass(slots=True)
+class Kept(LetsGo):
     """A saved tensor that is not dropped.
 
     Hooks switch autograd's own check for in-place changes off, so the version is kept here.
 
     Attributes:
         tensor: The tensor, detached: an output held as it is would keep its own node alive.
+            ``None`` once its node has let go of it.
         version: Its version when saved; -1 for a tensor that counts none.
     """
 
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
+
+    def let_go(self) -> Tensor | None:
+        """Hold the tensor no longer.
+
+        Returns:
+            What looks like it; ``None`` where it is on another device, and stays.
+        """
+        if self.tensor is None or self.tensor.device.type != "cpu":
+            return None
+        looks_alike = blank_like(self.tensor)
+        self.tensor = None
+        return looks_alike
 
 
 def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:

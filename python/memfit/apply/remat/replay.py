@@ -76,6 +76,8 @@ class Replayer:
             OffloadError: A tensor did not come back from where it was stored.
         """
         if isinstance(saved, Kept):
+            if saved.tensor is None:
+                raise ReplayError("a saved tensor was asked for again that its node had let go of")
             require_unchanged(saved.tensor, saved.version, list(saved.tensor.shape))
             return saved.tensor
         saved.require_unchanged()

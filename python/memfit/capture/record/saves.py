@@ -279,6 +279,22 @@ class SavedTensors:
         self.unpacked = id(tensor)
         return tensor
 
+    def let_go(self, token: Token) -> Tensor | None:
+        """Have a node of a real step let go of a tensor before its last op.
+
+        Args:
+            token: What it holds.
+
+        Returns:
+            A tensor of the saved view whose elements are never read; ``None`` where it stays, as
+            what was there before the step does.
+        """
+        if token.tensor is not None:
+            return None
+        blank = self._stand_in(token, is_blank=True)
+        token.release()
+        return blank
+
     def _released(self, save: Save) -> None:
         if save.release is None and not self._ledger.closing:
             save.release = self._ledger.now

@@ -135,13 +135,22 @@ class LeanWay:
             taken_bytes: What it takes at most, with its results.
             budget_bytes: The budget.
         """
-        if self.is_planned_without or spared_bytes <= _PART * budget_bytes:
+        if self.is_planned_without or spared_bytes <= least_bytes(budget_bytes):
             return False
         self.would_run = True
         runs = self.always or _native.counted_bytes() + taken_bytes > budget_bytes
         if not runs:
             self.most_spared_bytes = max(self.most_spared_bytes, spared_bytes)
         return runs
+
+
+def least_bytes(budget_bytes: int) -> int:
+    """What an op is to take less of, at least, to run in another way.
+
+    Args:
+        budget_bytes: The budget.
+    """
+    return int(_PART * budget_bytes)
 
 
 class LeanOps:

@@ -455,6 +455,7 @@ class Loop:
     def _run_planned(self, key: Key, planned: PlannedStep, executor: Executor, inputs: Any) -> Pass:
         left = planned.left_besides(inputs)
         self.cut_ops.pass_begins(is_planned_without=not planned.step.may_round)
+        self.lean_backward.in_two_above = planned.step.in_two_above
 
         def forward_ended(where: str, is_given_up: bool) -> None:  # noqa: FBT001
             if executor.remat is not None and executor.remat.overflow:
@@ -509,6 +510,7 @@ class Loop:
             return
         observation.fusing_refusal = _IN_STEP if self._in_step else self._updates.fusing_refusal()
         observation.may_round = self.cut_ops.has_run
+        observation.in_two_above, is_mixed = self.lean_backward.is_recorded()
         if not self.ways.recorded(observation):
             self._looks_again |= action_kind(observation.way) != PIECES  # which may do
             return  # it is recorded whole next
@@ -518,8 +520,7 @@ class Loop:
                 self._kept = (inputs_key, observation)
         else:
             is_open = self._checkpoints.unsettled() and not self.plans
-            self.lean_backward.is_recorded()
-            self._looks_again = self.cut_ops.was_mixed() or is_open
+            self._looks_again = self.cut_ops.was_mixed() or is_mixed or is_open
             self._pending = (inputs_key, observation)
             self.ways.pieces.recorded(inputs_key, observation)
             self._outside.recorded(inputs_key, observation)

@@ -31,19 +31,19 @@ from memfit.apply.remat.records import require_unchanged
 from memfit.apply.slices.deferred import DeferredLogits
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
-from memfit.capture.record.saves import Token
+from memfit.capture.record.saves import SavedTensors, Token
 from memfit.capture.stage.arguments import written_tensors
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
-from memfit.run.script.lean_backward import LeanBackward
+from memfit.run.script.lean_backward import NONE_IN_TWO, LeanBackward
 from memfit.run.script.recomputed import Recomputed
 from memfit.run.script.remains import Passing, Remains
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
-from memfit.tensors.backward_in_place import InPlace
-from memfit.tensors.divisor_gradient import Step
+from memfit.tensors.backward_in_place import Lean
+from memfit.tensors.convolution_in_two import LetsGo
 from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
@@ -54,13 +54,15 @@ from memfit.tensors.versions import counter_of, version_of
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
-class _Saved:
+class _Saved(LetsGo):
     """A token of the recording, and what tells whether the tensor was written to since."""
 
-    __slots__ = ("counter", "shape", "token", "version")
+    __slots__ = ("counter", "is_view", "keeper", "shape", "token", "version")
 
-    def __init__(self, tensor: Tensor, token: Any) -> None:
+    def __init__(self, tensor: Tensor, token: Any, keeper: SavedTensors) -> None:
         self.token = token
+        self.keeper = keeper
+        self.is_view = tensor._is_view()
         self.shape = list(tensor.shape)
         self.version = version_of(tensor)
         known = token.counter if isinstance(token, Token) else None
@@ -74,6 +76,21 @@ class _Saved:
         """
         if self.counter is not None:
             require_unchanged(self.counter, self.version, self.shape)
+
+    def let_go(self) -> Tensor | None:
+        """Hold the tensor no longer, where a node can that keeps it in a planned step.
+
+        A view there keeps what it is a view of.
+
+        Returns:
+            What looks like it and takes no memory; ``None`` where it stays.
+        """
+        if self.is_view or not isinstance(self.token, Token):
+            return None
+        blank = self.keeper.let_go(self.token)
+        if blank is not None:
+            self.token = None
+        return blank
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
@@ -124,7 +141,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             if self.lean is not None and self.phase is BACKWARD:
                 call = self.lean.ops.instead(func, args, kwargs)
                 if call is not None and self.lean.writes(call):
-                    return self._in_place(call, types)
+                    return self._run_lean(call, types)
             return super().__torch_dispatch__(func, types, args, kwargs)
         except Exception as error:
             if self._op_is_reached:
@@ -132,12 +149,20 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             self.problem = _broken(error)
             return func(*args, **kwargs)
 
-    def _in_place(self, call: InPlace | Step, types: Any) -> Any:
-        """Run what writes over a gradient, and write that down."""
+    def _run_lean(self, call: Lean, types: Any) -> Any:
+        """Run what takes less than an op of backward, and write that down."""
 
         def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.problem:
+                return func(*args, **kwargs)
             self._op_is_reached = False
-            return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
+            try:
+                return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
+            except Exception as error:
+                if self._op_is_reached:
+                    raise  # the op's own
+                self.problem = _broken(error)  # what it reads may be gone: the rest goes on
+                return func(*args, **kwargs)
 
         return call.run(run)
 
@@ -189,7 +214,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         if self.problem or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return tensor
         with torch.no_grad():
-            return _Saved(tensor, self.saved.pack(tensor))
+            return _Saved(tensor, self.saved.pack(tensor), self.saved)
 
     def pack_recomputed(self, tensor: Tensor) -> Tensor | Recomputed:
         """What stands for a tensor that a checkpoint of the script saves when it recomputes."""
@@ -221,6 +246,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         if isinstance(saved, Tensor):
             return saved
         saved.require_unchanged()
+        if saved.token is None:
+            raise RuntimeError("a saved tensor was asked for again that its node had let go of")
         return self.saved.unpack(saved.token)
 
 
@@ -298,6 +325,7 @@ class Observation:
             ``None`` where it ran as it is.
         peak_bytes: Most bytes live at once in it, whoever held them; 0 before it was over.
         may_round: Whether ops ran in pieces, which may change rounding.
+        in_two_above: Of which size on convolutions let go of their input.
         called: Path of the module whose call began it; empty for the model.
     """
 
@@ -327,6 +355,7 @@ class Observation:
     way: dict[str, Any] | None = None
     peak_bytes: int = 0
     may_round: bool = False
+    in_two_above: int = NONE_IN_TWO
     called: str = ""
 
     @property

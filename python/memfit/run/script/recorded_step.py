@@ -70,6 +70,7 @@ class RecordedStep:
         place: Where the latest plan offloads to, if it does, without the user having named it;
             empty otherwise.
         may_round: Whether ops of it ran in pieces, which may change rounding.
+        in_two_above: Of which size on its convolutions let go of their input.
         way: The action by which the step ran, part of every plan: the model on pieces of its batch,
             the loss in slices, or all under autocast; ``None`` where it ran as it is.
         gradients_wait: Whether plans count on gradients of the step before to be in files until
@@ -126,6 +127,7 @@ class RecordedStep:
         self.way = observation.way
         self._called = observation.called
         self.may_round = observation.may_round
+        self.in_two_above = observation.in_two_above
         self.gradients_wait = False
         self._not_called: tuple[str, ...] | None = None
         if self.pieces > 1:

@@ -269,7 +269,7 @@ class AdoptedScript:
         if loop is None or loop.refusal or loop.device.type != "cpu":
             return contextlib.nullcontext()
         loop.cut_ops.pass_begins()
-        loop.lean_backward.way.pass_begins()
+        loop.lean_backward.pass_begins()
         return self._lean_ops.in_pieces(loop.budget.bytes(), loop.notes, loop.cut_ops)
 
     def _evaluate(self, root: nn.Module, call: Call) -> None:
