@@ -23,7 +23,7 @@ from memfit.capture.probe.optimizer_updates import (
 )
 from memfit.capture.probe.workspace import Scratch, probe_scratch
 from memfit.capture.record.gradient_mode import Gradients
-from memfit.capture.record.item_places import size_or_place_used
+from memfit.capture.record.item_positions import size_or_place_used
 from memfit.capture.record.model_checkpoints import ModelCheckpoints
 from memfit.capture.record.originals import Originals
 from memfit.capture.record.recorder import RealStepNeeded, Recorder

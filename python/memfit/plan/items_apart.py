@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten
 from memfit._native import Trace
 from memfit.apply.pieces.whole_draws import DRAWN_WHOLE
 from memfit.apply.proven_ops import DETACH, VARY
-from memfit.capture.record.item_places import size_or_place_used
+from memfit.capture.record.item_positions import size_or_place_used
 from memfit.capture.record.recorder import RealStepNeeded
 from memfit.capture.recording import record_stage, second_batch_size
 from memfit.capture.stage.fake import fake_stage, preserved_random_state

@@ -1,7 +1,7 @@
-"""Whether a step tells how many items are in its batch, or which place one has in it.
+"""Whether a step tells how many items are in its batch, or which position one has in it.
 
 An item computes the same in a piece of its batch only if no op knows the size of the batch, as in
-``hidden / len(batch)``, or the place of an item, as in ``hidden + torch.arange(len(batch))``.
+``hidden / len(batch)``, or the position of an item, as in ``hidden + torch.arange(len(batch))``.
 Responsible for telling both from two recordings at different batch sizes. Not responsible for ops
 that mix items (the engine's ``trace/batch.rs``) nor for how a loss reduces over the batch
 (:mod:`memfit.capture.record.step_loss`).
