@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from handmade import record
 from torch import nn
 
 from memfit.apply.remat.remat import Rematerialiser
+from memfit.apply.remat.rewritten import Rewritten
 from memfit.errors import ReplayError
 from memfit.tensors.storage import may_change_unseen, shared_digest
 
@@ -140,3 +145,58 @@ def test_what_a_later_forward_updates_before_backward_is_as_it_was():
     planned = gradients(remat.forward())
     assert remat.outcome().observations.dropped_saves > 0
     assert plain == planned
+
+
+def _rewritten(tensor: torch.Tensor, *, storage_is_older: bool) -> bool:
+    """Whether a tensor that a forward wrote to is taken for older than it."""
+    rewritten = Rewritten(lambda _: storage_is_older)
+    rewritten.writes([tensor])
+    return tensor in rewritten
+
+
+def test_what_a_forward_wrote_to_is_older_only_where_that_is_known():
+    """Nothing says when memory came that is not counted, as an array's."""
+    array = torch.from_numpy(np.zeros(6))
+    assert not _rewritten(array, storage_is_older=False)
+    assert _rewritten(array, storage_is_older=True)
+
+
+def test_memory_that_a_forward_makes_and_writes_to_is_pinned_and_not_copied():
+    """In a process that counts nothing, as most that fit a model do."""
+    code = """
+    import torch
+    from torch import nn
+    from memfit import _native
+    from memfit.apply.remat import watch
+    from memfit.apply.remat.remat import Rematerialiser
+    from handmade import record
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(6, 6)
+            self.register_buffer("scale", torch.rand(6))
+
+        def forward(self, seen):
+            with torch.no_grad():
+                noise = torch.empty(4, 6).uniform_()
+                torch.mul(self.scale, 1.5, out=self.scale)
+            return (self.body(seen) * self.scale.clone() + noise).tanh().square().mean()
+
+    copied = []
+    copy = watch._copied
+    watch._copied = lambda value: copied.append(tuple(value.shape)) or copy(value)
+    torch.manual_seed(0)
+    model, seen = Model(), torch.rand(4, 6)
+    found = record(model, lambda: model(seen))
+    remat = Rematerialiser(model, found.remat(lambda made: "empty" not in made.name))
+    with remat.forward():
+        loss = model(seen)
+    loss.backward()
+    print(_native.is_counted(seen.data_ptr()), remat.outcome().observations.dropped_saves > 0)
+    print(copied)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    folder = Path(__file__).parents[1] / "support"
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+    assert ended.stdout.splitlines() == ["False True", "[(6,)]"]

@@ -29,6 +29,7 @@ from memfit.apply.remat.directions import Directions, Region
 from memfit.apply.remat.replay import Replayer
 from memfit.apply.remat.watch import Observations, Watch
 from memfit.errors import DivergenceWarning, UsageError
+from memfit.tensors.storage import plain_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,6 +98,7 @@ class Rematerialiser(Part):
             UsageError: The plan names a module that the model does not have, or is malformed.
         """
         self._diverged = False
+        self._buffers: dict[int, weakref.ref[Any]] | None = None
         self.tier = tier
         parts = {
             "remat": remat,
@@ -152,7 +154,7 @@ class Rematerialiser(Part):
         """
         if self._active is not None:
             raise UsageError("a planned forward is already running: they do not nest")
-        self._diverged = False
+        self._diverged, self._buffers = False, None
         transits = self._transits()
         strays = partial(self._strays, transits)
         watch = Watch(self._directions, self._on_divergence, transits, strays, self._is_older)
@@ -201,11 +203,14 @@ class Rematerialiser(Part):
 
     def _is_older(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is older than a forward, where its memory does not tell."""
-        if self._outlasts(storage):
-            return True
-        model = self._model() if storage.device.type != "cpu" else None
-        buffers = () if model is None else model.buffers()
-        return any(buffer.untyped_storage() is storage for buffer in buffers)
+        if self._buffers is None:
+            model = self._model()
+            found = () if model is None else model.buffers()
+            parts = (part for buffer in found for part in plain_tensors(buffer))
+            storages = (it.untyped_storage() for it in parts if it.layout is torch.strided)
+            self._buffers = {it._cdata: weakref.ref(it) for it in storages}
+        known = self._buffers.get(storage._cdata)
+        return self._outlasts(storage) or (known is not None and known() is storage)
 
     def _hooks(self, module: nn.Module, running: _Forward) -> list[Any]:
         regions = self._calls.get(module, {})

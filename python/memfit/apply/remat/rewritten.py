@@ -53,6 +53,8 @@ class Rewritten:
 
     def _is_older(self, storage: torch.UntypedStorage) -> bool:
         place = address(storage) if storage.device.type == "cpu" else None
-        if place is not None and _native.block_event(place) <= self._since:
-            return True
+        # Memory tells only where it is counted; of what is not, nothing says when it came.
+        if place is not None and _native.is_counted(place):
+            came = _native.block_event(place)
+            return came <= self._since or self._outlasts(storage)
         return self._outlasts(storage)
