@@ -157,7 +157,14 @@ class Rematerialiser(Part):
         self._diverged, self._buffers = False, None
         transits = self._transits()
         strays = partial(self._strays, transits)
-        watch = Watch(self._directions, self._on_divergence, transits, strays, self._is_older)
+        # A watch outlives its pass, and would keep the model of one that is over.
+        older = weakref.WeakMethod(self._is_older)
+
+        def is_older(storage: torch.UntypedStorage) -> bool:
+            method = older()
+            return method is not None and method(storage)
+
+        watch = Watch(self._directions, self._on_divergence, transits, strays, is_older)
         running = _Forward(watch, transits)
         self._active = self._last = running
         handles = [hook for module in self._calls for hook in self._hooks(module, running)]
