@@ -53,7 +53,7 @@ class Rewritten:
 
     def _is_older(self, storage: torch.UntypedStorage) -> bool:
         place = address(storage) if storage.device.type == "cpu" else None
-        # Memory tells only where it is counted; of what is not, nothing says when it came.
+        # Only of counted memory is it known when it was allocated.
         if place is not None and _native.is_counted(place):
             came = _native.block_event(place)
             return came <= self._since or self._outlasts(storage)

@@ -68,7 +68,7 @@ class LoopBudget:
 
         Args:
             step: The step.
-            outside_bytes: What the script holds besides.
+            outside_bytes: What the script holds outside the step.
             passing: What of that goes in the course of the step.
             written: Another budget than this, as the user wrote it.
         """

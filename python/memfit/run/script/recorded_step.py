@@ -1,7 +1,7 @@
 """From a recorded step of the script to a plan for the steps that follow.
 
 Responsible for turning the recorded step into one as the next ones will be, and for the bytes that
-are there besides. Not responsible for recording or for carrying the plan out.
+are there outside the step. Not responsible for recording or for carrying the plan out.
 
 A first step differs from all others in one way: its optimizer makes its state. What became
 optimizer state is therefore taken to have been there all along. (A step that began without the
@@ -63,7 +63,7 @@ _Limits = tuple[float | None, float | None]
 
 
 class RecordedStep:
-    """A step that can be planned, for any number of bytes held besides.
+    """A step that can be planned, for any number of bytes held outside it.
 
     Attributes:
         not_offloaded: Why nothing can be offloaded although a place was named; empty if it can.
@@ -233,7 +233,7 @@ class RecordedStep:
 
         Args:
             percentage: As the user wrote it.
-            outside_bytes: What the script holds besides, or would hold.
+            outside_bytes: What the script holds outside the step, or would hold.
             passing: What of that goes in the course of the step.
         """
         trace = _native_trace(_held(self._json, outside_bytes, passing))
@@ -254,7 +254,7 @@ class RecordedStep:
 
         Args:
             budget: As the user wrote it, or bytes.
-            outside_bytes: What the script holds besides what the step knows of.
+            outside_bytes: What the script holds outside the step.
             passing: What of that goes in the course of the step.
             time_limit: Seconds after which the best plan found will do; when left out, it is the
                 work of as long as a step takes, and of one of :data:`PLANNING_SECONDS` at least.
@@ -277,12 +277,12 @@ class RecordedStep:
     def _waiting_if_better(
         self,
         budget: str | int,
-        besides: tuple[int, Passing],
+        outside: tuple[int, Passing],
         asked: FitRequest,
         limits: _Limits,
     ) -> Plan:
         """Plan the step: with gradients in files from before its forward, if nothing else fits."""
-        what = (budget, besides, asked, limits)
+        what = (budget, outside, asked, limits)
         made = self._best(*what)
         if made.fits or self.gradients_wait or not self._gains_by_waiting(made, asked):
             return made
@@ -298,12 +298,12 @@ class RecordedStep:
     def _best(
         self,
         budget: str | int,
-        besides: tuple[int, Passing],
+        outside: tuple[int, Passing],
         asked: FitRequest,
         limits: _Limits,
     ) -> Plan:
         """Plan the step, to the place that was named or, if that helps, to one that was not."""
-        made = self._offloaded(besides, budget, asked, self._offer, limits)
+        made = self._offloaded(outside, budget, asked, self._offer, limits)
         self.place = ""
         if made.fits or not asked.may_choose_place:
             return made
@@ -311,7 +311,7 @@ class RecordedStep:
         offered = None if place is None else self._offered(place)
         if place is None or offered is None:
             return made
-        elsewhere = self._offloaded(besides, budget, asked, offered, limits)
+        elsewhere = self._offloaded(outside, budget, asked, offered, limits)
         moved = sum(a.bytes for a in elsewhere.actions if a.kind.startswith("offload"))
         lower = elsewhere.planned.predicted_peak_bytes < made.planned.predicted_peak_bytes
         if not lower or moved > free_bytes(place):
@@ -321,29 +321,29 @@ class RecordedStep:
 
     def _offloaded(
         self,
-        besides: tuple[int, Passing],
+        outside: tuple[int, Passing],
         budget: str | int,
         asked: FitRequest,
         offered: dict[str, Any] | None,
         limits: _Limits,
     ) -> Plan:
         """Plan for an offer: with the state of whole parameters on its way, or else of slices."""
-        whole = self._trace_beside(besides, is_cut=False)
+        whole = self._trace_with(outside, is_cut=False)
         made = self._planned(whole, budget, asked, offered, limits)
         if made.fits or offered is None or not any(n > 1 for n in self._slices.values()):
             return made
-        cut = self._trace_beside(besides, is_cut=True)
+        cut = self._trace_with(outside, is_cut=True)
         sliced = self._planned(cut, budget, asked, offered, limits)
         peaks = (it.planned.predicted_peak_bytes for it in (sliced, made))
         return sliced if next(peaks) < next(peaks) else made
 
-    def _trace_beside(self, besides: tuple[int, Passing], *, is_cut: bool) -> Trace:
-        """The step with what the script holds besides, as it is planned; made once for a plan."""
+    def _trace_with(self, outside: tuple[int, Passing], *, is_cut: bool) -> Trace:
+        """The step as planned, and what the script holds outside it; made once for a plan."""
         which = (self.gradients_wait, is_cut)
         if which not in self._traces:
             found = _gradients_in_files(self._json) if self.gradients_wait else self._json
             found = in_slices(found, self._slices) if is_cut else found
-            self._traces[which] = Trace(_native_trace(_held(found, *besides)))
+            self._traces[which] = Trace(_native_trace(_held(found, *outside)))
         return self._traces[which]
 
     def _gains_by_waiting(self, made: Plan, asked: FitRequest) -> bool:
@@ -449,20 +449,20 @@ def _gradients_in_files(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def _held(trace: dict[str, Any], outside_bytes: int, passing: Passing) -> dict[str, Any]:
-    """A step with what the script holds besides; of what passes, the last counts where it is more.
+    """A step and what the script holds outside it, of which what passes goes in its course.
 
     Op :data:`BACKWARD_BEGINS` is the first one after forward.
     """
     ops = trace["ops"]
     forward = next((i for i, op in enumerate(ops) if op["phase"] != FORWARD), len(ops))
-    besides = []
+    held = []
     lasting = outside_bytes
     ends = ((forward if end == BACKWARD_BEGINS else end, size) for size, end in passing)
     for end, size in sorted(ends, reverse=True):
-        besides.append((min(size, lasting), min(end, len(ops))))
-        lasting -= besides[-1][0]
-    besides.append((lasting, len(ops)))
-    return with_held(trace, OUTSIDE, [(size, end) for size, end in besides if size > 0 and end > 0])
+        held.append((min(size, lasting), min(end, len(ops))))
+        lasting -= held[-1][0]
+    held.append((lasting, len(ops)))
+    return with_held(trace, OUTSIDE, [(size, end) for size, end in held if size > 0 and end > 0])
 
 
 def _native_trace(described: dict[str, Any]) -> _native.Trace:
