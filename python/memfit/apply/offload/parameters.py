@@ -232,7 +232,7 @@ class ParametersElsewhere(Part):
         return [item.name for item in placed.items if id(item.tensors[0]) in found]
 
     @property
-    def in_files_bytes(self) -> int:
+    def away_bytes(self) -> int:
         """Bytes of those that are not in memory now."""
         items = () if self._placed is None else self._placed.items
         return sum(item.size_bytes for item in items if not item.is_here)
@@ -578,7 +578,7 @@ def bring_parameters_home(model: nn.Module) -> None:
 
 def parameters_elsewhere() -> int:
     """Bytes of all parameters that are not in memory now."""
-    return sum(it.in_files_bytes for it in _placed)
+    return sum(it.away_bytes for it in _placed)
 
 
 class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
