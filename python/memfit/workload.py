@@ -69,6 +69,7 @@ class Workload:
         if not isinstance(self.model, nn.Module):
             message = f"`model` must be an `nn.Module`, got `{type(self.model).__name__}`"
             raise UsageError(message)
+        _refuse_compiled(self.model)
         if self.loss is not None:
             _refuse_loss(self.loss)
         _refuse_batch(self.batch)
@@ -133,6 +134,24 @@ def workload_of(subject: object) -> Workload:
     if isinstance(subject, nn.Module):
         message += "\nhint: write `memfit.Workload(model, batch, loss=..., optimizer=...)`"
     raise UsageError(message)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse what no op can be followed in."""
+    for name, module in model.named_modules():
+        what = f"`{name}` of the model" if name else "`model`"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{what} is run by TorchScript\n"
+                "hint: give the module that it was scripted or traced from"
+            )
+        # A compiled module has the one it is of; one that compiled itself has what is called.
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            raise UsageError(
+                f"{what} is compiled already\n"
+                "hint: give it as it was before `torch.compile`; `--compile`, or "
+                "`memfit.fit(..., compile=True)`, compiles the step that is planned"
+            )
 
 
 def _refuse_loss(loss: Any) -> None:

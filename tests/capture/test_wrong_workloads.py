@@ -41,6 +41,26 @@ def test_a_criterion_is_no_loss(loss, name):
         memfit.Workload(model(), (BATCH, BATCH), loss=loss)
 
 
+def compiled_by_itself() -> nn.Module:
+    net = model()
+    net.compile(backend="eager")
+    return net
+
+
+@pytest.mark.parametrize(
+    ("net", "said"),
+    [
+        (lambda: torch.compile(model(), backend="eager"), "`model` is compiled already"),
+        (lambda: nn.Sequential(compiled_by_itself()), "`0` of the model is compiled already"),
+        (lambda: torch.jit.trace(model(), BATCH), "`model` is run by TorchScript"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_whose_ops_cannot_be_followed(net, said):
+    with pytest.raises(UsageError, match=f"^{said}\nhint: give "):
+        memfit.Workload(net(), BATCH)
+
+
 @pytest.mark.parametrize("loss", [lambda outputs: outputs.mean(), lambda a, b, c: a, "mse"])
 def test_a_loss_that_cannot_be_called(loss):
     with pytest.raises(UsageError, match=r"^`loss` (is called with|must be callable)"):

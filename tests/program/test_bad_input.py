@@ -93,6 +93,14 @@ def test_a_model_that_fails_shows_its_own_traceback(
     assert phase in last[0]
 
 
+def test_a_batch_that_torchs_own_layers_refuse_shows_the_layer(inside: Inside):
+    outcome = inside("predict", "workloads.py:fails_in_a_layer")
+    frames = [line for line in outcome.stderr.splitlines() if line.startswith("  File ")]
+    (frame,) = frames
+    assert "linear.py" in frame
+    assert "error: the step failed in forward: RuntimeError: " in outcome.stderr
+
+
 def test_a_missing_package_of_the_examples_is_named(tmp_path: Path):
     (tmp_path / "needs.py").write_text(
         "import sys\nsys.modules['timm'] = None\nimport timm\ndef build(): ...\n"

@@ -98,6 +98,11 @@ def fails_in_forward():
     return memfit.Workload(model=nn.Linear(8, 8), batch=torch.randn(4, 8), loss=loss)
 
 
+def fails_in_a_layer():
+    """Fails in a layer of torch's, whose input has another width."""
+    return memfit.Workload(model=nn.Sequential(nn.Linear(8, 8)), batch=torch.randn(4, 9))
+
+
 def slow():
     """Takes long to build, so that it can be interrupted."""
     print("building slowly", flush=True)

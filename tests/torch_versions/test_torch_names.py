@@ -95,6 +95,7 @@ def _objects() -> Iterator[object]:
     yield import_of("torch._inductor.compile_fx")
     yield import_of("torch.autograd.graph")
     yield import_of("torch.autograd.forward_ad")
+    yield import_of("torch.utils._device")
     yield import_of("torch.utils.checkpoint")
     yield import_of("torch.utils.data.dataloader")
     yield import_of("torch._dynamo.eval_frame")

@@ -17,6 +17,8 @@ from memfit.weights.one_device import SeveralDevicesError
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 
 TARGETS = """
+import io
+
 import torch
 from torch import nn
 import memfit
@@ -59,6 +61,49 @@ def accelerated():
     device = torch.accelerator.current_accelerator() if there else "cpu"
     return workload(net().to(device), torch.randn(16, 64).to(device))
 
+def by_default():
+    torch.set_default_device("cuda")
+    try:
+        return workload(net(), torch.randn(16, 64))
+    finally:
+        torch.set_default_device(None)
+
+def asserted():
+    with torch.cuda.device(0):
+        model = net().cuda()
+    print(torch.cuda.get_device_properties(0).total_memory, torch.cuda.mem_get_info())
+    place = next(model.parameters()).device
+    batch = torch.randn(16, 64).to(place).float()
+    assert place.type == "cuda" and batch.is_cuda and not batch.cpu().is_cuda
+    assert not torch.zeros(2).is_cuda and not torch.zeros(2).copy_(batch[0, :2]).is_cuda
+    return workload(model, batch)
+
+def loaded():
+    saved = io.BytesIO()
+    torch.save(net().state_dict(), saved)
+    model = net().cuda()
+    model.load_state_dict(torch.load(io.BytesIO(saved.getvalue()), map_location="cuda"))
+    return workload(model, torch.randn(16, 64).cuda())
+
+def off(m, batch):
+    return (m(batch[0]) - batch[1].view(16, 64)).square().mean()
+
+def given(device="cuda"):
+    batch = torch.randn(16, 64, device=device), torch.randn(1024, device=device)
+    return workload(net().to(device), batch, off)
+
+def held(device="cuda"):
+    given, wanted = torch.randn(16, 64, device=device), torch.randn(1024, device=device)
+    return workload(net().to(device), (given,), lambda m, b: off(m, (b[0], wanted)))
+
+def held_on_the_cpu():
+    return held("cpu")
+
+def data():
+    table = torch.randn(1 << 18, 64)
+    rows = torch.randint(0, 1 << 18, (16,))
+    return workload(net().cuda(), rows, lambda m, b: m(table[b].cuda()).square().mean())
+
 def two():
     return workload(nn.Sequential(net().cuda(0), net().to("cuda:1")), torch.randn(16, 64).cuda())
 
@@ -98,13 +143,27 @@ def captured(tmp_path: Path):
     return capture
 
 
-@pytest.mark.parametrize("name", ["called", "named", "placed", "inside", "accelerated"])
+@pytest.mark.parametrize(
+    "name",
+    ["called", "named", "placed", "inside", "accelerated", "by_default", "asserted", "loaded"],
+)
 def test_a_target_that_asks_for_a_gpu_takes_what_it_takes_there(captured, name):
     expected = captured("plain", "cuda")
     assert expected[0] == "cuda"
     assert captured(name, "cuda") == expected
     asks_by_itself = name != "accelerated"
     assert captured(name, None)[0] == ("cuda" if asks_by_itself else "cpu")
+
+
+@pytest.mark.parametrize(("name", "device"), [("held", None), ("held_on_the_cpu", "cuda")])
+def test_what_a_loss_holds_is_where_the_batch_would_be(captured, name, device):
+    assert captured(name, device) == captured("given", "cuda")
+
+
+def test_data_that_stays_on_the_cpu_takes_no_memory_of_the_gpu(captured):
+    kind, peak_bytes = captured("data", None)
+    assert kind == "cuda"
+    assert peak_bytes < 1 << 20
 
 
 def test_libraries_that_look_for_triton_can_be_imported_meanwhile():

@@ -14,6 +14,8 @@ from memfit.capture.record.recorder import Recorder
 from memfit.capture.record.roles import Roles, Update
 from memfit.capture.trace_writer import Meta, TraceWriter
 
+_NUMBER_BYTES = 8
+
 
 def trace_json(
     recorder: Recorder, roles: Roles, meta: Meta, workspace: Mapping[int, int]
@@ -33,7 +35,7 @@ def trace_json(
     nodes: dict[int, int] = {}
     _ops(writer, recorder, nodes, workspace)
     _saved(writer, recorder, nodes)
-    _allocations(writer, recorder, roles)
+    _allocations(writer, recorder, roles, meta["device_kind"])
     for allocation, version, offset, shape, stride, dtype in recorder.ledger.values:
         writer.value(
             allocation, version=version, offset=offset, shape=shape, stride=stride, dtype=dtype
@@ -85,12 +87,18 @@ def _saved(writer: TraceWriter, recorder: Recorder, nodes: dict[int, int]) -> No
         )
 
 
-def _allocations(writer: TraceWriter, recorder: Recorder, roles: Roles) -> None:
+def _allocations(writer: TraceWriter, recorder: Recorder, roles: Roles, kind: str) -> None:
+    """Add the storages; of a step on a GPU, what lies on the CPU takes none of its memory.
+
+    Single numbers do, as ever: an optimizer counts the steps of each parameter there.
+    """
     ledger = recorder.ledger
     packed = {save.allocation for save in recorder.saved.saves}
     for allocation, size_bytes in enumerate(ledger.bytes):
+        is_number = size_bytes <= _NUMBER_BYTES
+        here = kind == "cpu" or is_number or ledger.device[allocation] != "cpu"
         writer.allocation(
-            size_bytes,
+            size_bytes if here else 0,
             device=writer.device(ledger.device[allocation]),
             category=roles.category(
                 allocation, existed=ledger.static[allocation], packed=allocation in packed

@@ -29,8 +29,8 @@ _OF_NO_GPU = ("cuda", "nvidia")
 """What errors of torch speak of where code asks for a GPU and there is none."""
 
 _NO_GPU = (
-    "there is no GPU here: let it be built as on the CPU, without `device_map`, streams and "
-    "events, and give `--device cuda`, which predicts it for one"
+    "there is no GPU here: let it be built as on the CPU, without `device_map`, streams, "
+    "events and generators, and give `--device cuda`, which predicts it for one"
 )
 
 
@@ -80,9 +80,7 @@ def lightest(target: str, settings: Settings, device: str | None) -> Built:
     if wants_gpu:
         return _without_gpu(target, settings, device or "cuda")
     _require_room(registered.bytes, why, "at least ")
-    with no_gpu_explained():
-        workload = workload_factory(target, settings)()
-    return Built(workload, device, _notes(workload, why))
+    return _for_real(target, settings, device, why)
 
 
 def for_real(target: str, settings: Settings, device: str | None) -> Built:
@@ -97,7 +95,11 @@ def for_real(target: str, settings: Settings, device: str | None) -> Built:
         UsageError: The target cannot be found, or the settings do not match its parameters.
         WorkloadError: It fails by itself.
     """
-    why = f"`{_FLAG}` asks for them"
+    return _for_real(target, settings, device, f"`{_FLAG}` asks for them")
+
+
+def _for_real(target: str, settings: Settings, device: str | None, why: str) -> Built:
+    """Build a target with its weights; where it asks for a GPU that is not there, without that."""
     has_gpu = torch.cuda.is_available()
     if device != "cuda" or has_gpu:
         try:

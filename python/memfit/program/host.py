@@ -455,20 +455,30 @@ def _warn(remark: str) -> None:
 def _own_traceback(error: BaseException) -> str:
     """The traceback of the user's exception: frames of the user's code, none of memfit or torch.
 
-    All frames where none is the user's.
+    Those of torch's layers where none is the user's, as where a batch does not suit a model that is
+    made of them alone; all where there is none of either.
     """
     shown = traceback.TracebackException.from_exception(error)
-    if all(_is_inside(frame.filename) for frame in shown.stack):
+    for wanted in (lambda file: not _is_inside(file), _is_of_a_layer):
+        if any(wanted(frame.filename) for frame in shown.stack):
+            break
+    else:
         return "".join(shown.format())
     pending, seen = [shown], {id(shown)}
     while pending:
         one = pending.pop()
-        one.stack[:] = [frame for frame in one.stack if not _is_inside(frame.filename)]
+        one.stack[:] = [frame for frame in one.stack if wanted(frame.filename)]
         for other in (one.__cause__, one.__context__, *(one.exceptions or ())):
             if other is not None and id(other) not in seen:
                 seen.add(id(other))
                 pending.append(other)
     return "".join(shown.format())
+
+
+def _is_of_a_layer(file: str) -> bool:
+    """Whether a file has layers of torch, and not what calls them."""
+    of_torch = Path(file).parent.parts[-3:] == ("torch", "nn", "modules")
+    return of_torch and Path(file).stem not in {"module", "container"}
 
 
 def _is_inside(file: str) -> bool:

@@ -12,17 +12,29 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils._device
 import torch.utils._triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from memfit.tensors.storage import plain_tensors
 from memfit.weights.one_device import AskedGpus
 
 _CUDA = re.compile(r"cuda(:\d+)?")
 _DEVICE = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+
+_NAME = "a GPU that is not there"
+_CAPABILITY = (8, 0)
+_MEMORY_BYTES = 80 << 30
+"""Those of an A100 with 80 GB, whose speed plans take where no GPU is."""
 
 _ANSWERS: dict[Any, dict[str, Any]] = {
     torch.cuda: {
@@ -35,8 +47,25 @@ _ANSWERS: dict[Any, dict[str, Any]] = {
         "reset_peak_memory_stats": None,
         "is_bf16_supported": True,
         "is_current_stream_capturing": False,
-        "get_device_capability": (8, 0),
-        "get_device_name": "a GPU that is not there",
+        "get_device_capability": _CAPABILITY,
+        "get_device_name": _NAME,
+        "get_device_properties": SimpleNamespace(
+            name=_NAME,
+            major=_CAPABILITY[0],
+            minor=_CAPABILITY[1],
+            total_memory=_MEMORY_BYTES,
+            multi_processor_count=108,
+            warp_size=32,
+            is_integrated=False,
+            is_multi_gpu_board=False,
+        ),
+        "mem_get_info": (_MEMORY_BYTES, _MEMORY_BYTES),
+        "memory_stats": {},
+        "memory_summary": "",
+        "set_per_process_memory_fraction": None,
+        "ipc_collect": None,
+        "_exchange_device": 0,  # what entering and leaving `torch.cuda.device(0)` asks
+        "_maybe_exchange_device": 0,
     },
     torch.accelerator: {
         "is_available": True,
@@ -70,6 +99,8 @@ def pretended_gpu() -> Iterator[None]:
                 original = getattr(module, name)
                 stack.callback(setattr, module, name, original)
                 setattr(module, name, lambda *_, _answer=answer, **__: _answer)
+        stack.callback(setattr, torch, "load", torch.load)
+        torch.load = partial(_load, torch.load)
         fakes = sys.modules.get("torch._subclasses.fake_tensor")  # importing it takes a second
         if fakes is not None:  # they compute constants on a GPU that they are told of
             mode, name = fakes.FakeTensorMode, "avoid_device_init"
@@ -78,8 +109,38 @@ def pretended_gpu() -> Iterator[None]:
         yield
 
 
+def _load(load: Any, file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+    """What ``torch.load`` reads, on the CPU where a GPU is asked for or was when it was written."""
+    is_told = map_location is not None and _gpu(map_location) is None
+    return load(file, map_location if is_told else _CPU, *args, **options)
+
+
+_on_gpu = WeakIdKeyDictionary()
+"""Memory on the CPU that was asked for on a GPU; what is let go is forgotten."""
+
+_READ: dict[Any, Any] = {
+    Tensor.device.__get__: _DEVICE,
+    Tensor.is_cuda.__get__: True,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: False,  # type: ignore[attr-defined]
+    Tensor.get_device: 0,
+}
+"""What such memory says of itself."""
+
+
+def is_on_absent_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor, or what it shows a part of, was asked for on a GPU that is not there.
+
+    Args:
+        tensor: Any tensor.
+    """
+    return any(storage in _on_gpu for storage in _storages((tensor,)))
+
+
 class AbsentGpu(TorchFunctionMode):
-    """Makes on the CPU what is asked for on CUDA, while it is entered; a second GPU is refused."""
+    """Makes on the CPU what is asked for on CUDA, while it is entered; a second GPU is refused.
+
+    What was asked for on CUDA, and what is computed from that, says that it is there.
+    """
 
     def __init__(self) -> None:
         """Begin with no GPU asked for."""
@@ -95,31 +156,55 @@ class AbsentGpu(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.pin_memory:
             return args[0]
-        if func is Tensor.cuda:
-            place = kwargs.get("device", args[1] if len(args) > 1 else None)
-            self._here(place, may_be_index=True)
-            return args[0]
-        args = tuple(self._here(value, may_be_index=func is Tensor.to) for value in args)
-        if "device" in kwargs:
-            kwargs["device"] = self._here(kwargs["device"], may_be_index=True)
-        return func(*args, **kwargs)
+        given = list(_storages((args, kwargs)))
+        was_there = any(storage in _on_gpu for storage in given)
+        if was_there and func in _READ:
+            return _READ[func]
+        place = _place(func, args, kwargs)
+        gpu = _gpu(place)
+        if gpu is not None:
+            self._asked.ask(gpu)
+            if not any(value is place for value in args):
+                kwargs["device"] = _CPU
+            args = tuple(_CPU if value is place else value for value in args)
+        result = args[0] if func is Tensor.cuda else func(*args, **kwargs)
+        if was_there and (func is Tensor.cpu or (place is not None and gpu is None)):
+            return result.clone()  # on a GPU it would be a copy
+        if gpu is not None or was_there:
+            for storage in _storages(result):
+                if gpu is not None or not any(storage is other for other in given):
+                    _on_gpu[storage] = True
+        return result
 
-    def _here(self, value: Any, *, may_be_index: bool) -> Any:
-        """The CPU in place of a device that is CUDA; other values as they are."""
-        asked = _gpu(value, may_be_index=may_be_index)
-        if asked is None:
+
+def _storages(values: Any) -> Iterator[Any]:
+    """The memory of what is among some values."""
+    for leaf in tree_leaves(values):
+        for part in plain_tensors(leaf) if isinstance(leaf, Tensor) else ():
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # it has none
+                yield part.untyped_storage()
+
+
+def _place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The device that a function is asked to use; ``None`` where it is not told one."""
+    if func is Tensor.cuda:
+        place = kwargs.get("device", args[1] if len(args) > 1 else None)
+        return _DEVICE if place is None else place
+    if kwargs.get("device") is not None:
+        return kwargs["device"]
+    kinds = (torch.device, str, int) if func is Tensor.to else torch.device
+    for value in args[1:]:
+        if isinstance(value, kinds) and not isinstance(value, bool):
             return value
-        self._asked.ask(asked)
-        return torch.device("cpu")
+    default = torch.utils._device.CURRENT_DEVICE
+    return default if func in torch.utils._device._device_constructors() else None
 
 
-def _gpu(value: Any, *, may_be_index: bool) -> torch.device | None:
-    """The GPU that a value names; ``None`` where it names none."""
-    if isinstance(value, torch.device):
-        return value if value.type == "cuda" else None
-    if isinstance(value, str):
-        named = _CUDA.fullmatch(value)
+def _gpu(place: Any) -> torch.device | None:
+    """The GPU that a place names; ``None`` where it names none."""
+    if isinstance(place, torch.device):
+        return place if place.type == "cuda" else None
+    if isinstance(place, str):
+        named = _CUDA.fullmatch(place)
         return torch.device("cuda", int((named[1] or ":0")[1:])) if named else None
-    if may_be_index and isinstance(value, int) and not isinstance(value, bool):
-        return torch.device("cuda", value)
-    return None
+    return torch.device("cuda", place) if isinstance(place, int) else None

@@ -483,10 +483,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args, kwargs
         return tree_map_only(Tensor, self._adopt, (args, kwargs))  # type: ignore[no-any-return]
 
-    def hold(self, tensor: Tensor) -> int:
-        """The allocation of a strided tensor that the step's own functions hold."""
+    def hold(self, tensor: Tensor, device: str) -> int:
+        """The allocation of a strided tensor that the step's own functions hold.
+
+        Args:
+            tensor: The tensor.
+            device: Where the step has it, ``cpu`` or ``cuda``.
+        """
         if self._fake_mode is not None and not isinstance(tensor, FakeTensor):
-            tensor = self._stand_in(tensor)
+            tensor = self._stand_in(tensor, device)
         return self.ledger.seen(tensor)
 
     def _adopt(self, tensor: Tensor) -> Tensor:
@@ -507,15 +512,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._originals is not None and not self._originals.may_have_a_twin(tensor):
             self._originals.refuse(tensor)
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        """The fake that stands for a real tensor, the same each time."""
+    def _stand_in(self, tensor: Tensor, device: str | None = None) -> Tensor:
+        """The fake that stands for a real tensor, the same each time, on its device or another."""
         known = self._foreign.get(id(tensor))
         if known is not None:
             return known[1]
         self._refuse_original(tensor)
         assert self._fake_mode is not None
         with _disable_current_modes():
-            fake = self._fake_mode.from_tensor(tensor.detach())
+            fake: Tensor = self._fake_mode.from_tensor(tensor.detach())
+            if device not in {None, fake.device.type}:
+                with self._fake_mode:
+                    fake = torch.empty_strided(
+                        tuple(fake.shape), fake.stride(), dtype=fake.dtype, device=device
+                    )
         if self._originals is not None and self.ledger.find(fake) is None:
             self._originals.refuse(tensor)
         self._foreign[id(tensor)] = (tensor, fake)

@@ -26,6 +26,7 @@ from memfit.capture.stage.stage import Stage, batch_entries, device_of
 from memfit.errors import CaptureError, MemfitError, StepPhase, UsageError, WorkloadError
 from memfit.tensors.held import held_tensors
 from memfit.tensors.storage import is_fixed, is_wrapper, named_parts, plain_tensors
+from memfit.weights.absent_gpu import is_on_absent_gpu
 
 
 class StepRunner:
@@ -182,10 +183,23 @@ class StepRunner:
     def _register_held(self, name: str, tensor: Tensor) -> None:
         """Count what the loss holds, such as a teacher, whether the step uses all of it or not."""
         for of_part, part in named_parts(tensor, name):
-            if part.device.type == self.stage.device and part.layout is torch.strided:
-                allocation = self.recorder.hold(part)
+            device = self._device_of_held(part)
+            if device == self.stage.device and part.layout is torch.strided:
+                allocation = self.recorder.hold(part, device)
                 self.roles.inputs.add(allocation)
                 self.roles.names.setdefault(allocation, of_part)
+
+    def _device_of_held(self, tensor: Tensor) -> str:
+        """Kind of device on which a step has what its loss holds.
+
+        Of a target that asked for a GPU where there is none, only that goes there which asked; of
+        one that was built for the CPU, and is recorded for a GPU, all does, like model and batch.
+        """
+        wanted, model = self.stage.device, self.stage.workload.model
+        if wanted == device_of(model) or tensor.device.type != "cpu":
+            return tensor.device.type
+        asked = any(map(is_on_absent_gpu, model.parameters()))
+        return wanted if not asked or is_on_absent_gpu(tensor) else "cpu"
 
     def _register_parameters(self) -> None:
         stage, roles = self.stage, self.roles
