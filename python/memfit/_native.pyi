@@ -54,6 +54,7 @@ __all__ = [
     "mark_allocations",
     "on_alarm",
     "oom_messages",
+    "overflow_peak_bytes",
     "parse_budget",
     "place",
     "plan",
@@ -72,6 +73,7 @@ __all__ = [
     "schema",
     "seed_blocks",
     "set_alarm",
+    "set_overflow",
     "shrink_moment",
     "shrink_numbers",
     "survivors",
@@ -1174,3 +1176,15 @@ def forget_refusal() -> None:
 
 def release_kept() -> None:
     """Free the blocks that are kept for the next requests while a budget is on."""
+
+def set_overflow(folder: str, limit_bytes: int, most_bytes: int) -> None:
+    """Have large blocks in files where memory has no room for them.
+
+    Args:
+        folder: Where files are made; empty for no more of them.
+        limit_bytes: What is live in memory at most, but for blocks below 256 KiB.
+        most_bytes: What lies in files at most; beyond that, memory is taken.
+    """
+
+def overflow_peak_bytes() -> int:
+    """The most bytes of such blocks at once."""

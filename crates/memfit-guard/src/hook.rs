@@ -8,7 +8,8 @@
 //! Invariants: the lock is never held while the C library allocates or frees for torch; nothing here
 //! goes through libc10, so a hook never calls itself; a block leaves the ledger before it is freed,
 //! so no other thread can be handed its address while the ledger still knows it; every block that
-//! torch holds came from the C library's own function, so it may be freed past the hooks.
+//! torch holds came from the C library's own function, so it may be freed past the hooks, but for those in files
+//! ([`crate::overflow`]), which are only made where somebody asked for that.
 
 use std::cell::RefCell;
 use std::ffi::{c_int, c_void};
@@ -20,6 +21,7 @@ use crate::budget::{self, Over};
 use crate::footprint::{self, LARGE_BYTES};
 use crate::free_blocks::{Kept, KeptBlock};
 use crate::ledger::{Ledger, Unwritten};
+use crate::overflow::{self, Mapped, Overflow};
 use crate::refusal::{Refusal, Refusals};
 use crate::remap::{self, Lifted};
 use crate::remap_seams::Seams;
@@ -31,6 +33,7 @@ pub(crate) struct State {
     pub(crate) alarm: Alarm,
     pub(crate) kept: Kept,
     pub(crate) seams: Seams,
+    pub(crate) overflow: Overflow,
     pub(crate) refusals: Refusals,
     /// The budgets that are on, each with its number.
     pub(crate) budgets: Vec<(u64, u64)>,
@@ -62,6 +65,7 @@ static STATE: Mutex<State> = Mutex::new(State {
     alarm: Alarm::new(),
     kept: Kept::new(),
     seams: Seams::new(),
+    overflow: Overflow::new(),
     refusals: Refusals::new(),
     budgets: Vec::new(),
     last_budget: 0,
@@ -94,6 +98,13 @@ pub(crate) unsafe extern "C" fn memalign(
     alignment: usize,
     bytes: usize,
 ) -> c_int {
+    if overflow::may_take(bytes, alignment)
+        && let Some(address) = in_file(bytes)
+    {
+        // SAFETY: the caller gives room for a pointer.
+        unsafe { *out = address as *mut c_void };
+        return 0;
+    }
     let taking_bytes = footprint::of(bytes, alignment);
     if let Err(over) = budget::reserve(taking_bytes) {
         refused(bytes, taking_bytes, over, false);
@@ -159,6 +170,10 @@ pub(crate) unsafe extern "C" fn free(pointer: *mut c_void) {
         // SAFETY: the caller's own argument.
         return unsafe { next_free(pointer) };
     };
+    if let Some(block) = state.overflow.take(address) {
+        drop(state);
+        return block.unmap();
+    }
     let bytes = usize::try_from(gone.bytes).unwrap_or(usize::MAX);
     let taken_bytes = gone.taken_bytes;
     if bytes >= LARGE_BYTES && budget::is_on() && !budget::is_crowded() {
@@ -177,6 +192,24 @@ pub(crate) unsafe extern "C" fn free(pointer: *mut c_void) {
     // SAFETY: the caller's own argument.
     unsafe { next_free(pointer) };
     budget::give_back(taken_bytes);
+}
+
+/// A block in a file for a request, where memory has no room for it.
+fn in_file(bytes: usize) -> Option<usize> {
+    let known = state();
+    let live_bytes = known.ledger.current_bytes();
+    let folder = known.overflow.folder_for(bytes as u64, live_bytes)?;
+    drop(known);
+    let block = Mapped::new(&folder, bytes)?;
+    let address = block.address;
+    let mut state = state();
+    if state.ledger.filed(address, bytes as u64).is_err() {
+        drop(state);
+        block.unmap();
+        return None;
+    }
+    state.overflow.add(&block);
+    Some(address)
 }
 
 /// A kept block that serves a request, live again.
@@ -416,8 +449,9 @@ extern "C" fn after_fork() {
 extern "C" fn after_fork_in_child() {
     HELD.with(|held| {
         if let Some(mut state) = held.borrow_mut().take() {
-            // The looks are the parent's.
+            // The looks are the parent's, and its files.
             state.alarm.set(None);
+            state.overflow.end();
             budget::recount(state.ledger.taken_bytes(), state.kept.taken_bytes());
         }
     });

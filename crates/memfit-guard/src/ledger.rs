@@ -23,6 +23,8 @@ use crate::refusal::LiveBlock;
 #[derive(Debug, Clone, Copy)]
 struct Block {
     bytes: u64,
+    /// Bytes that lie in a file and are not counted.
+    file_bytes: u64,
     /// What it takes of the process's memory.
     taken_bytes: u64,
     born: u64,
@@ -205,6 +207,23 @@ impl Ledger {
         bytes: u64,
         taken_bytes: u64,
     ) -> Result<Option<Gone>, Unwritten> {
+        self.handed_out(address, bytes, taken_bytes, 0)
+    }
+
+    /// A block was handed out that lies in a file: its bytes are known, and not counted.
+    ///
+    /// Errors and what is returned are those of [`Self::allocated`].
+    pub(crate) fn filed(&mut self, address: usize, bytes: u64) -> Result<Option<Gone>, Unwritten> {
+        self.handed_out(address, 0, 0, bytes)
+    }
+
+    fn handed_out(
+        &mut self,
+        address: usize,
+        bytes: u64,
+        taken_bytes: u64,
+        file_bytes: u64,
+    ) -> Result<Option<Gone>, Unwritten> {
         let before = self.freed(address);
         self.sequence += 1;
         // Growing the table must not end the process when memory is what is short.
@@ -214,6 +233,7 @@ impl Ledger {
         }
         let block = Block {
             bytes,
+            file_bytes,
             taken_bytes,
             born: self.sequence,
             category: Category::Other,
@@ -281,6 +301,7 @@ impl Ledger {
         }
         let block = Block {
             bytes,
+            file_bytes: 0,
             taken_bytes,
             born: 0,
             category: Category::Other,
@@ -336,7 +357,7 @@ impl Ledger {
         });
         let survivor = |(&address, block): (&usize, &Block)| Survivor {
             address,
-            bytes: block.bytes,
+            bytes: block.bytes + block.file_bytes,
             born: block.born,
         };
         let mut found: Vec<Survivor> = blocks.map(survivor).collect();

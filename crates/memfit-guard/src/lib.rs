@@ -47,6 +47,11 @@ mod mapped_block;
     target_os = "linux",
     any(target_arch = "x86_64", target_arch = "aarch64")
 ))]
+mod overflow;
+#[cfg(all(
+    target_os = "linux",
+    any(target_arch = "x86_64", target_arch = "aarch64")
+))]
 mod patch;
 mod refusal;
 #[cfg(all(
@@ -223,6 +228,26 @@ mod counting {
     #[must_use]
     pub fn survivors(from: u64, until: u64, with_models: bool) -> Vec<Survivor> {
         state().ledger.survivors(from, until, with_models)
+    }
+
+    /// Has large blocks in files of a folder from now on where more than `limit_bytes` would be live in
+    /// memory, and no more than `most_bytes` of them; an empty folder ends that, and blocks that are there stay.
+    ///
+    /// Nothing that was there before goes to a file, and no forked child makes one.
+    pub fn set_overflow(folder: &str, limit_bytes: u64, most_bytes: u64) {
+        let mut state = state();
+        match std::ffi::CString::new(folder) {
+            Ok(folder) if !folder.is_empty() => {
+                state.overflow.begin(folder, limit_bytes, most_bytes);
+            }
+            _ => state.overflow.end(),
+        }
+    }
+
+    /// The most bytes of such blocks at once.
+    #[must_use]
+    pub fn overflow_peak_bytes() -> u64 {
+        state().overflow.peak_bytes()
     }
 
     /// Says whom to wake when the alarm rings: called on the thread that allocates, which may hold any
@@ -464,6 +489,15 @@ mod counting {
     }
 
     /// Does nothing.
+    pub fn set_overflow(_: &str, _: u64, _: u64) {}
+
+    /// Zero.
+    #[must_use]
+    pub fn overflow_peak_bytes() -> u64 {
+        0
+    }
+
+    /// Does nothing.
     pub fn on_alarm(_: fn()) {}
 
     /// Does nothing.
@@ -593,7 +627,7 @@ mod counting {
 pub use counting::{
     add, alarm_event, born, change_budget, close_window, current_bytes, forget_refusal, install,
     is_counted, label, label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window,
-    put_alarm_off, read_window, refusals, refused_bytes, release_kept, remove, resident_bytes,
-    restart_window, seed, set_alarm, set_budget, set_mark, survivors, taken_bytes,
-    uncounted_blocks, window_peak,
+    overflow_peak_bytes, put_alarm_off, read_window, refusals, refused_bytes, release_kept, remove,
+    resident_bytes, restart_window, seed, set_alarm, set_budget, set_mark, set_overflow, survivors,
+    taken_bytes, uncounted_blocks, window_peak,
 };

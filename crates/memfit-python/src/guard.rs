@@ -21,11 +21,9 @@ functions! {
     quick fn seed_blocks(blocks: Vec<(usize, u64)>) -> () = memfit_guard::seed(&blocks);
     quick fn add_blocks(blocks: Vec<(usize, u64)>) -> () = memfit_guard::add(&blocks);
     quick fn remove_blocks(addresses: Vec<usize>) -> () = memfit_guard::remove(&addresses);
-
     #[pyo3(signature = (addresses, category, owner=0))]
     quick fn label_blocks(addresses: Vec<usize>, category: &str, owner: u32) -> () =
         memfit_guard::label(&addresses, Category::of_name(category)?, owner);
-
     #[pyo3(signature = (since, category, owner=0))]
     quick fn label_gone_blocks(since: u64, category: &str, owner: u32) -> () =
         memfit_guard::label_gone(since, Category::of_name(category)?, owner);
@@ -41,6 +39,9 @@ functions! {
     quick fn last_refusal() -> Option<Refusal> = memfit_guard::last_refusal();
     quick fn forget_refusal() -> () = memfit_guard::forget_refusal();
     quick fn release_kept() -> () = memfit_guard::release_kept();
+    quick fn set_overflow(folder: &str, limit_bytes: u64, most_bytes: u64) -> () =
+        memfit_guard::set_overflow(folder, limit_bytes, most_bytes);
+    quick fn overflow_peak_bytes() -> u64 = memfit_guard::overflow_peak_bytes();
     quick fn set_alarm(
         above_bytes: u64, later_above_bytes: u64, later_seconds: f64, later_from_event: u64
     ) -> () = memfit_guard::set_alarm(Some(Bounds::from_now(

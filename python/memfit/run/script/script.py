@@ -45,6 +45,7 @@ from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.loop_report import described, found, unplanned, without_parts
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
+from memfit.run.script.overflow import Overflow
 from memfit.run.script.parameter_uses import ParameterUses
 from memfit.run.script.passes import ObservedPass
 from memfit.run.script.place import folder_of_files
@@ -126,6 +127,7 @@ class AdoptedScript:
         )
         self._frozen = FrozenAway()
         self._lean_ops = LeanOps(request)
+        self._overflow = Overflow(request)
         self._in_pieces, self._in_place = contextlib.ExitStack(), contextlib.ExitStack()
         self._in_update = contextlib.ExitStack()
         self._unplanned: set[str] = set()
@@ -253,6 +255,8 @@ class AdoptedScript:
         recorder = recorder_of(self._current)
         if recorder is not None:
             recorder.lean = loop.lean_backward
+        is_planned = running.kind == "planned"
+        self._overflow.pass_begins(self._kept.budget_bytes, loop.device, is_planned=is_planned)
         self._files.gradients_wait(loop, running, recorder)
         self._uses.forward_begins(self._loops)
 
@@ -523,7 +527,7 @@ class AdoptedScript:
         for loop in self._loops:
             loop.end()
         for loop in self._loops[:1]:
-            loop.notes.update(dict.fromkeys(self._untrained.notes()))
+            loop.notes.update(dict.fromkeys((*self._untrained.notes(), *self._overflow.end())))
         verdict = self._kept.verdict()
         over = verdict is not None and not verdict["kept"]
         return {

@@ -1,0 +1,212 @@
+//! Blocks that lie in files, as there is no room for them in memory.
+//!
+//! Responsible for making such a block, a mapping of a file of its own without a name, for letting it go, and for
+//! knowing which blocks those are. Not responsible for what is counted ([`crate::ledger`]) nor for calls ([`crate::hook`]).
+//!
+//! The system writes such pages out when memory gets short, as it does with all files that it reads and writes. The
+//! file's room on the disk is taken before the block is handed out, so that no write to it can fail for want of room.
+//!
+//! Invariant: a forked child shares the pages of those that its parent made, as it does with other mapped files, and
+//! makes none itself.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_void};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::footprint::page_bytes;
+
+/// Smaller ones stay in memory: a file for each would take longer than they are worth.
+pub(crate) const LEAST_BYTES: usize = 256 << 10;
+
+/// Whether any may be made: looked at without the lock.
+static IS_ON: AtomicBool = AtomicBool::new(false);
+
+/// Whether a block of so many bytes may have to go to a file.
+pub(crate) fn may_take(bytes: usize, alignment: usize) -> bool {
+    bytes >= LEAST_BYTES && IS_ON.load(Ordering::Relaxed) && alignment <= page_bytes()
+}
+
+/// Where blocks go that memory has no room for.
+#[derive(Debug)]
+struct Place {
+    folder: Arc<CStr>,
+    /// What is live in memory at most.
+    limit_bytes: u64,
+    /// What lies in files at most.
+    most_bytes: u64,
+}
+
+/// The blocks of one process.
+#[derive(Debug)]
+pub(crate) struct Overflow {
+    place: Option<Place>,
+    /// What is mapped for each, by its address.
+    blocks: BTreeMap<usize, usize>,
+    bytes: u64,
+    peak_bytes: u64,
+}
+
+impl Overflow {
+    pub(crate) const fn new() -> Self {
+        Self {
+            place: None,
+            blocks: BTreeMap::new(),
+            bytes: 0,
+            peak_bytes: 0,
+        }
+    }
+
+    /// Has blocks go to files of a folder where more than `limit_bytes` would be live in memory.
+    pub(crate) fn begin(&mut self, folder: CString, limit_bytes: u64, most_bytes: u64) {
+        self.place = Some(Place {
+            folder: folder.into(),
+            limit_bytes,
+            most_bytes,
+        });
+        IS_ON.store(true, Ordering::Relaxed);
+    }
+
+    /// Makes no more; those that are there stay.
+    pub(crate) fn end(&mut self) {
+        self.place = None;
+        IS_ON.store(false, Ordering::Relaxed);
+    }
+
+    /// The folder for a block; `None` where memory has room for it beside what is live, or files have none.
+    pub(crate) fn folder_for(&self, bytes: u64, live_bytes: u64) -> Option<Arc<CStr>> {
+        let place = self.place.as_ref()?;
+        let lacks_room = live_bytes.saturating_add(bytes) > place.limit_bytes;
+        let has_files = self.bytes.saturating_add(bytes) <= place.most_bytes;
+        (lacks_room && has_files).then(|| Arc::clone(&place.folder))
+    }
+
+    pub(crate) fn add(&mut self, block: &Mapped) {
+        self.blocks.insert(block.address, block.length);
+        self.bytes += block.length as u64;
+        self.peak_bytes = self.peak_bytes.max(self.bytes);
+    }
+
+    /// The block at an address, to be let go.
+    pub(crate) fn take(&mut self, address: usize) -> Option<Mapped> {
+        let length = self.blocks.remove(&address)?;
+        self.bytes -= length as u64;
+        Some(Mapped { address, length })
+    }
+
+    /// The most bytes that lay in files at once.
+    pub(crate) const fn peak_bytes(&self) -> u64 {
+        self.peak_bytes
+    }
+}
+
+/// A file's pages in the address space of this process.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    pub(crate) address: usize,
+    length: usize,
+}
+
+impl Mapped {
+    /// Makes a file in a folder, with room for so many bytes, and maps it; `None` where the system refuses that.
+    pub(crate) fn new(folder: &CStr, bytes: usize) -> Option<Self> {
+        let length = bytes.checked_next_multiple_of(page_bytes())?;
+        let size = libc::off_t::try_from(length).ok()?;
+        let file = open(folder)?;
+        let address = map(file, size, length);
+        close(file); // the mapping keeps it
+        address.map(|address| Self { address, length })
+    }
+
+    /// Lets it go, and the file with it.
+    #[expect(unsafe_code, reason = "unmaps pages")]
+    pub(crate) fn unmap(self) {
+        // SAFETY: mapped by this module, and torch gave the block to be freed: nothing else has it.
+        let _done = unsafe { libc::munmap(self.address as *mut c_void, self.length) };
+    }
+}
+
+/// A new file without a name.
+#[expect(unsafe_code, reason = "opens a file")]
+fn open(folder: &CStr) -> Option<libc::c_int> {
+    let flags = libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC;
+    // SAFETY: a path that ends in a zero, and flags that take a mode.
+    let file = unsafe { libc::open(folder.as_ptr(), flags, 0o600) };
+    (file >= 0).then_some(file)
+}
+
+#[expect(unsafe_code, reason = "maps a file")]
+fn map(file: libc::c_int, size: libc::off_t, length: usize) -> Option<usize> {
+    // SAFETY: a file of our own.
+    if unsafe { libc::posix_fallocate(file, 0, size) } != 0 {
+        return None;
+    }
+    let may = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: pages where the system likes, of a file of our own that is as long.
+    let address = unsafe { libc::mmap(ptr::null_mut(), length, may, libc::MAP_SHARED, file, 0) };
+    (address != libc::MAP_FAILED).then_some(address as usize)
+}
+
+#[expect(unsafe_code, reason = "closes a file")]
+fn close(file: libc::c_int) {
+    // SAFETY: opened by this module, and used by nothing else.
+    let _done = unsafe { libc::close(file) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn folder() -> CString {
+        CString::new(std::env::temp_dir().to_str().unwrap()).unwrap()
+    }
+
+    #[test]
+    fn blocks_go_to_files_only_where_memory_has_no_room() {
+        let mut overflow = Overflow::new();
+        assert!(overflow.folder_for(u64::MAX, u64::MAX).is_none());
+        overflow.begin(folder(), 1000, 500);
+        assert!(overflow.folder_for(400, 600).is_none());
+        assert!(overflow.folder_for(401, 600).is_some());
+        assert!(
+            overflow.folder_for(501, 600).is_none(),
+            "files have no room"
+        );
+        assert!(may_take(LEAST_BYTES, 64));
+        assert!(!may_take(LEAST_BYTES - 1, 64));
+        assert!(!may_take(LEAST_BYTES, 2 * page_bytes()));
+        overflow.end();
+        assert!(overflow.folder_for(401, 600).is_none());
+        assert!(!may_take(LEAST_BYTES, 64));
+    }
+
+    #[expect(unsafe_code, reason = "writes to the block")]
+    #[test]
+    fn a_block_holds_what_is_written_and_goes_when_it_is_taken() {
+        let mut overflow = Overflow::new();
+        let bytes = 3 * page_bytes() + 1;
+        let block = Mapped::new(&folder(), bytes).unwrap();
+        let address = block.address;
+        assert_eq!(block.length, 4 * page_bytes());
+        overflow.add(&block);
+        // SAFETY: just mapped, and as long.
+        let held = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, bytes) };
+        assert!(held.iter().all(|&byte| byte == 0));
+        held.fill(7);
+        assert!(held.iter().all(|&byte| byte == 7));
+        assert_eq!(overflow.peak_bytes(), 4 * page_bytes() as u64);
+        assert!(overflow.take(address + 1).is_none());
+        overflow.take(address).unwrap().unmap();
+        assert!(overflow.take(address).is_none());
+        assert_eq!((overflow.bytes, overflow.blocks.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_and_a_file_that_is_too_large_make_no_block() {
+        let missing = CString::new("/a/folder/that/is/not/there").unwrap();
+        assert!(Mapped::new(&missing, LEAST_BYTES).is_none());
+        assert!(Mapped::new(&folder(), usize::MAX).is_none());
+        assert!(Mapped::new(&folder(), 1 << 60).is_none());
+    }
+}

@@ -1,0 +1,68 @@
+"""Memory in files where a step lacks room that nothing else gives.
+
+A single large op may take more than a budget: its result, or what it computes with. What torch asks
+for then comes from a file on a disk in place of memory: the same numbers, later. The system writes
+its pages out when memory gets short. Responsible for from when on that is done, and for how much.
+Not responsible for the blocks (``memfit-guard``), nor for what plans have in files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from memfit import _native
+from memfit.run.script.place import folder_of_files
+from memfit.run.script.request import FitRequest
+
+_PART_FOR_SMALL_BLOCKS = 1 / 64
+"""Part of the budget that steps without a plan leave to blocks too small for files."""
+
+_PART_OF_DISK = 1 / 2
+"""Of what was free, at most so much is taken."""
+
+
+class Overflow:
+    """Files for what a script's steps have no room for."""
+
+    def __init__(self, request: FitRequest) -> None:
+        """Make no file yet.
+
+        Args:
+            request: Where files may be.
+        """
+        self._request = request
+        self._folder = ""
+        self._most_bytes = 0
+
+    def pass_begins(self, budget_bytes: int, device: torch.device, *, is_planned: bool) -> None:
+        """Have what lacks room in files from now on, on the CPU.
+
+        Args:
+            budget_bytes: The budget; 0 while nobody knows it, and nothing is done.
+            device: Where the pass runs.
+            is_planned: Whether it runs by a plan, which leaves room for all that it takes.
+        """
+        if not budget_bytes or device.type != "cpu":
+            return
+        if not self._most_bytes:
+            self._folder = folder_of_files(self._request)
+            if not self._folder:
+                return
+            self._most_bytes = int(shutil.disk_usage(Path(self._folder)).free * _PART_OF_DISK)
+        kept_free = 0 if is_planned else int(budget_bytes * _PART_FOR_SMALL_BLOCKS)
+        _native.set_overflow(self._folder, budget_bytes - kept_free, self._most_bytes)
+
+    def end(self) -> list[str]:
+        """Make no more files; what is said of those that there were."""
+        _native.set_overflow("", 0, 0)
+        peak_bytes = _native.overflow_peak_bytes()
+        if not peak_bytes:
+            return []
+        size = _native.bytes_text(peak_bytes)
+        where = f"files in `{self._folder}`, {size} at most"
+        return [
+            f"what single ops ask for beyond the budget is in {where}; `--no-offload` forbids it"
+        ]
