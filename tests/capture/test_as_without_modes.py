@@ -280,6 +280,8 @@ ORDERED = """
                 x = (x + other.t() * self.scale).tanh()
                 if PROD:
                     x = x * (1 + x.mean(0).tanh().view(64, 8).prod(1).mean())
+                if FILL:
+                    x = x.masked_fill(x > 2, self.scale.mean())
             return x
 
     torch.manual_seed(0)
@@ -291,20 +293,64 @@ ORDERED = """
         loss.backward()
         optimizer.step()
         total = sum(it.double().sum().item() for it in model.parameters())
-        print(f"{loss.item():.4f}" if PROD else total.hex())
+        print(f"{loss.item():.4f}" if FILL else total.hex())
 """
+
+
+def ordered(*, prod: bool = False, fill: bool = False) -> str:
+    return ORDERED.replace("PROD", str(prod)).replace("FILL", str(fill))
 
 
 def test_the_bits_of_a_script_stay_where_a_mode_would_lay_gradients_in_another_order(
     tmp_path: Path,
 ):
     """It is compared with the script alone; parameters come to backward under a mode."""
-    ran = inline(tmp_path, "9MiB", ORDERED.replace("PROD", "False"), offload="chosen")
+    ran = inline(tmp_path, "9MiB", ordered(), offload="chosen")
     actions = {one["kind"] for one in ran.loops[0]["plan"]["actions"]}
     assert "offload_parameters" in actions, ran.stderr
 
 
+@pytest.mark.parametrize("budget", ["9MiB", "100MiB"])
+def test_the_bits_of_a_script_stay_where_it_multiplies_along_a_dimension(budget, tmp_path: Path):
+    """It is compared with the script alone: boxes' areas are products of their sides."""
+    ran = inline(tmp_path, budget, ordered(prod=True), offload="chosen")
+    assert ran.loops[0]["planned"]["steps"] > 0, ran.stderr
+    assert "another formula" not in ran.stderr
+
+
+PRODUCTS = {
+    "last": ((33, 7), lambda x: x.prod(1)),
+    "first": ((33, 7), lambda x: x.prod(0, keepdim=True)),
+    "all": ((33, 7), lambda x: x.prod()),
+    "flat": ((31,), lambda x: x.prod(0)),
+    "one": ((8, 1), lambda x: x.prod(1)),
+}
+
+
+@pytest.mark.parametrize("has_zero", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gradients_of_products_are_divided_by_each_factor(name, has_zero):
+    shape, product = PRODUCTS[name]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.manual_seed(0)
+        factors = torch.randn(shape, dtype=dtype)
+        factors.view(-1)[3] *= not has_zero
+        made = product(factors.requires_grad_())
+        begin = torch.randn_like(made)
+        (plain,) = torch.autograd.grad(made, factors, begin, retain_graph=True)
+        with Plainly() as mode:
+            (found,) = torch.autograd.grad(made, factors, begin)
+        assert are_same(plain, found)
+        assert not mode.formulas.others
+
+
+def test_a_product_that_is_differentiated_twice_is_by_another_formula():
+    factors = torch.randn(33, 7, requires_grad=True)
+    with Plainly() as mode:
+        torch.autograd.grad(factors.prod(1).sum(), factors, create_graph=True)
+    assert "ProdBackward" in mode.formulas.others
+
+
 def test_a_gradient_by_another_formula_is_said(tmp_path: Path):
-    script = ORDERED.replace("PROD", "True")
-    ran = inline(tmp_path, "100MiB", script)
-    assert "computes `ProdBackward` by another formula" in ran.stderr
+    ran = inline(tmp_path, "100MiB", ordered(fill=True))
+    assert "computes `MaskedFillBackward` by another formula" in ran.stderr

@@ -6,9 +6,10 @@ tensor, and for a moment both are there. That one may also lie in another order,
 sum rounds otherwise.
 A step that runs under a mode would take more than the one that runs without it, and its last bits
 might differ. Responsible for doing in place under memfit's own modes what torch does in place
-without them, and for naming the formulas that a mode replaces by others, whose numbers differ. Not
-responsible for sums of gradients that meet in the engine, which take more and are the same, nor for
-the bias of a linear layer, which slices of layers know as it is under a mode.
+without them, for the numbers of a product's gradient, and for naming the other formulas that a mode
+replaces by ones whose numbers differ. Not responsible for sums of gradients that meet in the
+engine, which take more and are the same, nor for the bias of a linear layer, which slices of layers
+know as it is under a mode.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
@@ -93,8 +95,38 @@ _OTHERS = {
 """By the node: an op of the formula that torch has for it under a mode alone. Its numbers are those
 of the other one but for rounding, or lie in another order."""
 
+_PRODUCT = "ProdBackward"
+
 _ORDERED = frozenset({"MaxBackward", "MedianBackward", "MinBackward", "NanmedianBackward"})
 """The same numbers in the same order, where what they read lies in order."""
+
+
+class ProductGradient:
+    """The gradient of a product as without a mode: the product, divided by each factor.
+
+    Under a mode, and where a factor is zero, torch multiplies the products of the factors before
+    each one and after it instead.
+    """
+
+    def __init__(self) -> None:
+        """The node is about to run."""
+        self._factors: tuple[Tensor, int] | None = None
+
+    def instead(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The op to run, and its arguments.
+
+        Args:
+            func: The op of the formula for a mode.
+            args: Its arguments.
+        """
+        if func is _aten.slice.Tensor and self._factors is None:
+            self._factors = args[0], args[1]  # the first that it makes a part of
+        if func is not _aten.mul.Tensor or self._factors is None:
+            return func, args
+        (factors, dim), self._factors = self._factors, None
+        if isinstance(factors, FakeTensor) or bool((factors == 0).any()):
+            return func, args
+        return _aten.div.Tensor, (factors.prod(dim, keepdim=True), factors)
 
 
 class Formulas:
@@ -112,6 +144,7 @@ class Formulas:
         self._node: int | None = None
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._is_own = False
+        self._of_product: ProductGradient | None = None
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an op as torch does without a mode; to be called in ``__torch_dispatch__`` itself.
@@ -124,36 +157,39 @@ class Formulas:
         node = torch._C._current_autograd_node()
         if node is None or isinstance(node, BackwardCFunction):
             return func(*args, **kwargs)
-        out = self.in_place(node._sequence_nr(), node.name(), func, args)(*args, **kwargs)
+        func, args = self.instead(node._sequence_nr(), node.name(), func, args)
+        out = func(*args, **kwargs)
         self.has_made(out)
         return out
 
-    def in_place(self, node: int, name: str, func: Any, args: Sequence[Any]) -> Any:
-        """The op that a formula would run without a mode.
+    def instead(
+        self, node: int, name: str, func: Any, args: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The op that a formula would run without a mode, and its arguments.
 
         Args:
             node: Sequence number of its node.
             name: The name of that node; empty for a function of the user's.
             func: The op that runs under a mode.
             args: Its arguments.
-
-        Returns:
-            The op in place, or ``func`` where that is it.
         """
         if node != self._node:
-            self._node = node
+            self._node, self._of_product = node, None
             self._made.clear()
         name = name.rstrip("0123456789")
+        is_own = not torch.is_grad_enabled() and (name == _PRODUCT or name in IN_PLACE)
+        self._is_own = is_own and is_called_by_engine()
+        if name == _PRODUCT and self._is_own:
+            if func is _aten.clone.default:
+                self.others[name] = None  # the factors lay in another order
+            self._of_product = self._of_product or ProductGradient()
+            return self._of_product.instead(func, args)
         if func is _OTHERS.get(name) and (name not in _ORDERED or not args[0].is_contiguous()):
             self.others[name] = None
-        ops = IN_PLACE.get(name)
-        self._is_own = ops is not None and not torch.is_grad_enabled() and is_called_by_engine()
-        instead = ops.get(func) if self._is_own and ops is not None else None
-        if instead is None:
-            return func
-        made = self._made.get(id(args[0]))
+        place = IN_PLACE[name].get(func) if self._is_own else None
+        made = self._made.get(id(args[0])) if place is not None else None
         is_made = made is not None and made() is args[0]
-        return instead if is_made and _keeps_shape(func, args) else func
+        return (place if is_made and _keeps_shape(func, args) else func), args
 
     def has_made(self, result: Any) -> None:
         """Know what the op returned that was asked about last."""

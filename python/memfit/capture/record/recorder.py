@@ -211,7 +211,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         running = self._running()
         if running is None:
             return self._record(func, operator, args, kwargs)
-        func = self.formulas.in_place(*running, func, args)
+        func, args = self.formulas.instead(*running, func, args)
         out = self._record(func, operator_of(func), args, kwargs)
         self.formulas.has_made(out)
         return out
