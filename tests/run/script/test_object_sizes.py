@@ -10,7 +10,7 @@ import torch
 from ran import inline
 from torch import nn
 
-from memfit.run.script.object_sizes import object_sizes
+from memfit.run.script.object_sizes import given_sizes, object_sizes
 from memfit.run.script.planned_step import key_of
 
 GRAPHS = """
@@ -56,6 +56,27 @@ def test_batches_of_graphs_differ_in_size(tmp_path: Path):
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+LISTS = GRAPHS.replace(
+    "def forward(self, batch):\n            x = batch.x",
+    """def forward(self, graphs):
+            x = torch.cat([x for x, _ in graphs])
+            nodes = torch.tensor([len(x) for x, _ in graphs])
+            before = torch.cumsum(nodes, 0) - nodes
+            edges = torch.cat([it + at for (_, it), at in zip(graphs, before)], dim=1)""",
+).replace("batch.edges", "edges")
+LISTS = LISTS.replace(
+    "net(Batch(int(torch.randint(2000, 4000, ()))))",
+    "net([tuple(vars(Batch(int(n))).values()) for n in torch.randint(100, 220, (20,))])",
+)
+
+
+def test_steps_on_lists_of_graphs_are_of_the_sizes_of_all(tmp_path: Path):
+    """No list was like another: all were recorded, and none foreseen from others."""
+    ran = inline(tmp_path, "26MiB", LISTS, offload=str(tmp_path))
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert ran.loops[0]["observed"]["steps"] <= 4, ran.stderr
+
+
 def test_tensors_in_objects_are_added_up_by_name():
     def graph(nodes: int) -> SimpleNamespace:
         x, inner = torch.zeros(nodes, 4), SimpleNamespace(edges=torch.zeros(2, nodes).long())
@@ -66,6 +87,20 @@ def test_tensors_in_objects_are_added_up_by_name():
         ((16,), torch.int64),
     ]
     assert object_sizes([UserDict(ids=torch.zeros(7))]) == [((7,), torch.float32)]
+
+
+def test_items_of_a_long_list_are_added_up_by_their_names():
+    sizes = [*range(20, 30)]
+    items = [{"x": torch.zeros(n, 4), "edges": torch.zeros(2, 3 * n).long()} for n in sizes]
+    assert given_sizes(((items, torch.zeros(2, 3)), {})) == [
+        ((sum(sizes) * 4,), torch.float32),
+        ((sum(sizes) * 6,), torch.int64),
+        ((2, 3), torch.float32),
+    ]
+    few = items[:2]
+    assert given_sizes(((few,), {}))[2] == ((21, 4), torch.float32)
+    arguments = tuple(torch.zeros(n, 2) for n in sizes)
+    assert given_sizes((arguments, {})) == [((n, 2), torch.float32) for n in sizes]
 
 
 def test_what_holds_itself_has_an_end():

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
-from memfit.run.script.object_sizes import object_sizes
+from memfit.run.script.object_sizes import given_sizes, object_sizes
 from memfit.run.script.observed import Observation
 from memfit.run.script.parameter_uses import trained
 from memfit.run.script.recorded_step import RecordedStep
@@ -87,11 +87,10 @@ def key_of(module: nn.Module, inputs: Any, path: str = "", turn: int = 0) -> Key
     """
     leaves = tree_leaves(inputs)
     tensors = [it for it in leaves if isinstance(it, Tensor)]
-    shapes = [(tuple(it.shape), it.dtype) for it in tensors]
     # What generates without gradients has caches that grow: those calls are alike.
     objects = [it for it in leaves if not isinstance(it, Tensor)] if is_grad_enabled() else []
     mode = path, module.training, _trained(module), turn, *_differentiated(tensors)
-    return (mode, *shapes, *object_sizes(objects))
+    return (mode, *given_sizes(inputs), *object_sizes(objects))
 
 
 def _differentiated(inputs: list[Tensor]) -> tuple[int, ...]:
