@@ -51,6 +51,36 @@ def test_what_runs_between_steps_finds_room_and_gradients(tmp_path: Path):
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+LOOKS_WITH_GRADIENTS_ON = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    table = nn.Embedding(8192, 256)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    for epoch in range(4):
+        table.train()
+        for step in range(3):
+            loss = table(torch.randint(8192, (256,))).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+        table.eval()
+        rows = torch.randint(8192, (8192,))
+        print(repr((table(rows) + table(rows.flip(0))).sum().item()))
+"""
+
+
+def test_gradients_wait_while_a_model_is_tried_with_gradients_on(tmp_path: Path):
+    """8 MiB of weights, as much of gradients, and three tensors of that size in between.
+
+    Two such calls were recorded; the third ran by the plan of a training step.
+    """
+    ran = inline(tmp_path, "36MiB", LOOKS_WITH_GRADIENTS_ON, offload="chosen")
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 SUMS = """
     import torch
     from torch import nn

@@ -385,7 +385,7 @@ class Loop:
         is_safe = self.recordings.is_again(key) and planned.is_safe_as_recorded
         gives_way = self.need.is_of_others and planned.may_run_as_recorded
         varies = self.recordings.has_taken_more(key) or self.recordings.ends_no_step(key)
-        varies = varies or self.plans.tell_nothing_of(key)
+        varies = varies or self.plans.tell_nothing_of(key) or planned.tells_little_of(key)
         tells_little = varies and planned.may_run_as_recorded
         if planned.runs_as_recorded or is_safe or gives_way or tells_little:
             self._latest = planned
