@@ -89,12 +89,14 @@ def test_tensors_in_objects_are_added_up_by_name():
     assert object_sizes([UserDict(ids=torch.zeros(7))]) == [((7,), torch.float32)]
 
 
-def test_items_of_a_long_list_are_added_up_by_their_names():
+def test_items_of_a_long_list_are_added_up_by_their_names_beside_the_largest():
     sizes = [*range(20, 30)]
     items = [{"x": torch.zeros(n, 4), "edges": torch.zeros(2, 3 * n).long()} for n in sizes]
     assert given_sizes(((items, torch.zeros(2, 3)), {})) == [
         ((sum(sizes) * 4,), torch.float32),
+        ((29 * 4,), torch.float32),
         ((sum(sizes) * 6,), torch.int64),
+        ((29 * 6,), torch.int64),
         ((2, 3), torch.float32),
     ]
     few = items[:2]

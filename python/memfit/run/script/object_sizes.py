@@ -38,6 +38,8 @@ Size = tuple[tuple[int, ...], torch.dtype]
 def given_sizes(inputs: Any) -> list[Size]:
     """Shapes of the tensors that a model is called with; of many items, the elements of all.
 
+    And those of the largest, to which others may be padded.
+
     Args:
         inputs: What it is called with.
     """
@@ -50,6 +52,7 @@ def given_sizes(inputs: Any) -> list[Size]:
             sizes.append((tuple(tensors[0].shape), tensors[0].dtype))
         else:
             sizes += _totals(("", it) for it in tensors)
+            sizes += _largest(tensors)
     return sizes
 
 
@@ -70,6 +73,13 @@ def _totals(named: Iterable[tuple[str, Tensor]]) -> list[Size]:
     for name, tensor in named:
         totals[name, tensor.dtype] += tensor.numel()
     return [((total,), dtype) for (_, dtype), total in totals.items()]
+
+
+def _largest(tensors: Iterable[Tensor]) -> list[Size]:
+    largest: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        largest[tensor.dtype] = max(largest.get(tensor.dtype, 0), tensor.numel())
+    return [((elements,), dtype) for dtype, elements in largest.items()]
 
 
 def _given(it: Any, name: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
