@@ -74,6 +74,41 @@ def test_two_optimizers_after_one_backward_take_no_turns(tmp_path: Path):
     assert loop["divergence"] is None
 
 
+SEARCH = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.paths = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+            self.choice = nn.Parameter(torch.zeros(3))
+        def forward(self, x):
+            for _ in range(4):
+                weights = self.choice.softmax(0)
+                x = sum(weight * path(x).tanh() for weight, path in zip(weights, self.paths))
+            return x
+    net = Net()
+    of_choice = torch.optim.Adam([net.choice], lr=0.01)
+    of_paths = torch.optim.SGD(net.paths.parameters(), lr=0.1)
+    for step in range(8):
+        for optimizer in (of_choice, of_paths):
+            optimizer.zero_grad()
+            loss = net(torch.rand(512, 256)).square().mean()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+"""
+
+
+def test_each_turn_is_planned_though_each_begins_with_the_gradients_of_the_other(tmp_path: Path):
+    """All were recorded, eight at most: none began with the gradients of the one before it."""
+    [loop] = inline(tmp_path, "75%", SEARCH).loops
+    assert loop["observed"]["steps"] <= 4
+    assert loop["planned"]["steps"] == 16 - loop["observed"]["steps"]
+
+
 def test_an_optimizer_of_another_model_takes_no_turn():
     """However long the one before lives, which depends on who holds it."""
     turns, seen = Turns(), torch.rand(2, 4)

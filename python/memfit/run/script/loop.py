@@ -53,6 +53,7 @@ from memfit.run.script.similar_models import are_named, make_of
 from memfit.run.script.step_plans import LEAST_BUDGET, Planning, StepPlans
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
+from memfit.run.script.turns import take_turns
 from memfit.run.script.ways import PIECES, Ways, action_kind
 from memfit.track.steps import STEPS
 
@@ -350,7 +351,7 @@ class Loop:
         self._updates.require_none_waiting()
         try:
             self._forbidden.pass_begins(has_rival=self.has_rival)
-            if self._must_plan_first():
+            if self._must_plan_first(call.key):
                 self._plan_pending(self._outside_bytes(call, own), call)
             if self._must_observe(call.key):
                 return self._observe(call.key, call, own)
@@ -556,11 +557,11 @@ class Loop:
             self.notes[note] = None
             self._say(note)
 
-    def _must_plan_first(self) -> bool:
+    def _must_plan_first(self, key: Key) -> bool:
         """Whether a recorded step waits for its plan.
 
         Gradients live on into this forward: only a step that begins with them shows for how long.
-        Later steps are taken to begin as this one does.
+        Later steps are taken to begin as this one does, but for those of another optimizer's turn.
         """
         is_last = self.counts["observed"].steps >= MAX_OBSERVED
         if is_last and not self.plans:
@@ -570,8 +571,10 @@ class Loop:
         is_first = not self.plans and self.counts["observed"].steps == 1
         if is_first and self._pending[1].asks_for_another(self.budget.bytes()):
             return False
+        if is_last or take_turns(key, self._pending[0]):
+            return True
         held = {id(p) for p in self._model().parameters() if p.is_leaf and p.grad is not None}
-        return is_last or held <= self._pending[1].gradients_before
+        return held <= self._pending[1].gradients_before
 
     def _must_observe(self, key: Key) -> bool:
         if self.counts["observed"].steps >= MAX_OBSERVED:

@@ -21,6 +21,17 @@ if TYPE_CHECKING:
     from memfit.run.script.planned_step import Call, Key
 
 
+def take_turns(key: Key, other: Key) -> bool:
+    """Whether two passes begin alike, and it is known that it is another optimizer's turn in each.
+
+    Args:
+        key: The key of the one.
+        other: The key of the other.
+    """
+    (path, _, _, turn, *_), (other_path, _, _, other_turn, *_) = key[0], other[0]
+    return bool(path == other_path and turn and other_turn and turn != other_turn)
+
+
 class Turns:
     """The optimizers that have stepped, and the passes of each model that end with several."""
 
