@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from memfit.run.script import need as needs
 from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.planned_step import PlannedStep
 
@@ -38,3 +39,23 @@ def test_a_loop_that_keeps_the_budget_as_recorded_needs_no_room_of_others(
     known: Any = None
     need = NeedOfRoom(torch.device("cpu"), plans, known, known, lambda: False)
     assert need.keeps() is keeps
+
+
+@pytest.mark.parametrize(("steps", "taken"), [(1, 1200), (2, 800)])
+def test_what_came_to_be_in_the_first_recorded_step_is_there_in_the_second(
+    monkeypatch: pytest.MonkeyPatch, steps: int, taken: int
+):
+    """The state of two optimizers, say: the next recorded step took more than there was."""
+    live, asked = iter([100, 500]), []
+    monkeypatch.setattr(needs, "live_bytes", lambda _: next(live))
+    seen: Any = SimpleNamespace(steps=steps, peak_bytes=800)
+
+    def is_tight(_: torch.device, peak_bytes: int) -> bool:
+        asked.append(peak_bytes)
+        return peak_bytes > 900
+
+    updates: Any = SimpleNamespace(is_tight=is_tight)
+    plans: Any = []
+    need = NeedOfRoom(torch.device("cpu"), plans, updates, seen, lambda: False)
+    assert need.is_of_state() is (taken > 900)
+    assert asked == [taken]

@@ -93,5 +93,7 @@ class NeedOfRoom:
 
     def _is_tight(self) -> bool:
         """Whether a pass to be recorded may not fit with what others hold in memory."""
-        guess = _MULTIPLE_OF_LIVE * live_bytes(self._device)
-        return self._updates.is_tight(self._device, self._observed.peak_bytes or guess)
+        live, before = live_bytes(self._device), self._observed.peak_bytes
+        if self._observed.steps == 1:  # in which the state of optimizers came to be
+            before += max(live - self._live_bytes, 0)
+        return self._updates.is_tight(self._device, before or _MULTIPLE_OF_LIVE * live)
