@@ -37,5 +37,14 @@ def test_what_leads_to_idle_graphs_alone_is_idle():
     assert idle.has((other + third).grad_fn)
 
 
+def test_a_graph_made_in_the_backward_may_have_one_of_its_own():
+    layer = nn.Linear(4, 4)
+    loss, other = forward(layer), forward(layer)
+    begin = torch._C._autograd._get_sequence_nr()
+    idle = IdleGraphs([loss], begin)
+    assert not idle.has(forward(layer).grad_fn)
+    assert idle.has(other.grad_fn)
+
+
 def test_nothing_is_idle_where_no_backward_runs():
     assert not IdleGraphs([]).has(forward(nn.Linear(4, 4)).grad_fn)

@@ -114,6 +114,18 @@ SCRIPTS = {
             out.mean().backward()
             optimizer.step()
     """,
+    "checkpointed": """
+        from torch.utils.checkpoint import checkpoint
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.GELU()) for _ in range(4))
+        optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+        for _ in range(3):
+            x = torch.randn(4096, 128, requires_grad=True)
+            for layer in layers:
+                x = checkpoint(layer, x, use_reentrant=True)[:, :128]
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
     "on_ctx": """
         import gc
         gc.disable()
@@ -192,6 +204,14 @@ def test_a_graph_is_told_apart_that_no_backward_has_run_through(
     assert ran["validation"]["peak_owners"][0]["bytes"] >= 0.5 * ran["validation"]["peak_bytes"]
     [own] = [owner for owner in owners if owner.startswith("the autograd graph of `loss`")]
     assert "no_grad" not in own
+
+
+def test_what_a_checkpoint_runs_again_is_no_graph_that_no_backward_runs_through(
+    ran: dict[str, dict[str, Any]],
+):
+    owners = [one["owner"] for one in ran["checkpointed"]["peak_owners"]]
+    assert owners
+    assert not any("no_grad" in owner for owner in owners), owners
 
 
 def test_the_function_is_named_on_whose_ctx_outputs_stay(ran: dict[str, dict[str, Any]]):

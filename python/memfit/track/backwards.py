@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, autograd
 
 
@@ -29,7 +30,8 @@ class Backwards:
         retaining: How many of them were to keep their graph, for no other reason than that they
             were told to.
         keeping: How many kept it, for whatever reason.
-        roots: What the one under way was asked to differentiate; empty where none is.
+        roots: What those under way, one in the other, were asked to differentiate.
+        begin: The number of the first node that is made while one is under way.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,7 @@ class Backwards:
         self.runs = 0
         self.retaining = self.keeping = 0
         self.roots: tuple[Tensor, ...] = ()
+        self.begin = 0
 
     def watch(self, listener: Listener) -> None:
         """Tell a listener, from now on."""
@@ -57,7 +60,10 @@ class Backwards:
             self.runs += 1
             self.keeping += bool(args[2])
             self.retaining += args[2:4] == (True, False)  # and makes no graph of its own
-            outer, self.roots = self.roots, tuple(args[0])
+            outer = self.roots, self.begin
+            self.roots = (*self.roots, *args[0])
+            if not outer[0]:
+                self.begin = torch._C._autograd._get_sequence_nr()
             try:
                 for one in self._listeners:
                     one.backward_begins()
@@ -67,7 +73,7 @@ class Backwards:
                     for one in self._listeners:
                         one.backward_ended()
             finally:
-                self.roots = outer
+                self.roots, self.begin = outer
 
         autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 

@@ -21,12 +21,15 @@ _OF_LEAF = "AccumulateGrad"
 class IdleGraphs:
     """Which graphs a backward does not run through; every node is visited once."""
 
-    def __init__(self, roots: Iterable[Tensor]) -> None:
+    def __init__(self, roots: Iterable[Tensor], begin: int | None = None) -> None:
         """Visit what it runs through.
 
         Args:
             roots: What it was asked to differentiate; nothing is idle where no backward runs.
+            begin: The number of the first node made since it began; ``None`` where there is none.
+                What a checkpoint or a hook makes in a backward, another backward may run through.
         """
+        self._begin = begin
         self._is_idle: dict[int, bool] = {}
         self._nodes: list[Any] = []  # one that is let go of may give its number to another
         for root in roots:
@@ -40,7 +43,7 @@ class IdleGraphs:
         Args:
             root: Its first node.
         """
-        if not self._nodes:
+        if not self._nodes or (self._begin is not None and root._sequence_nr() >= self._begin):
             return False
         known = self._is_idle.get(id(root))
         if known is not None:

@@ -191,7 +191,7 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
             found.walk.from_variable(variable, value)
     for variable, value in functions:  # what they close over has names of its own
         found.walk.from_variable(variable, value)
-    for variable, value in variables.of_frames(frames_of_torch):
+    for variable, value in variables.of_frames(frames_of_torch, running):
         found.walk.from_variable(variable, value, TEMPORARY)
     for tensor in young:
         if not found.walk.has_seen(tensor):
@@ -219,7 +219,7 @@ def _assign(found: Look) -> None:
     numbers: dict[tuple[int, bool, bool], int] = {}
     # One that kept its graph may have run through any.
     roots = () if BACKWARDS.keeping else BACKWARDS.roots
-    idle, nodes = IdleGraphs(roots), found.walk.graphs.nodes
+    idle, nodes = IdleGraphs(roots, BACKWARDS.begin), found.walk.graphs.nodes
     # What a graph alone holds goes with it, so whatever else holds a block comes first.
     for one in sorted(found.walk.reached, key=lambda one: one.through_graph):
         storage = storage_of(one.tensor)

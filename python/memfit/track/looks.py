@@ -127,6 +127,7 @@ class Looks:
         self._told = 0
         self._looked_at = 0
         self._backward_event = 0
+        self._backwards: list[int] = []  # the events at which those under way began
         self._backward_looks = 0
         self._is_looking = False
         self._has_looked = False
@@ -230,6 +231,7 @@ class Looks:
     def backward_begins(self) -> None:
         """Look, where backwards have raised a peak: what their graphs hold is known only now."""
         self._backward_event = _native.last_event() + 1
+        self._backwards.append(self._backward_event)
         if self._stretch is None or self._is_looking:
             return
         peak = max((window.peak_event() for window in self._windows), default=0)
@@ -239,8 +241,10 @@ class Looks:
 
     def backward_ended(self) -> None:
         """Name what backward made for itself."""
+        # One may have begun before anybody looked.
+        began = self._backwards.pop() if self._backwards else self._backward_event
         if self._stretch is not None and not self._is_looking:
-            _native.label_gone_blocks(self._backward_event, TEMPORARY, NAMES.named(OF_BACKWARD))
+            _native.label_gone_blocks(began, TEMPORARY, NAMES.named(OF_BACKWARD))
 
     def update_ended(self, since: int) -> None:
         """Name what an optimizer made for itself.

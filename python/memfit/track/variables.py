@@ -90,16 +90,22 @@ def frames(more: Sequence[Running] = ()) -> list[Running]:
     return list(found.values())
 
 
-def of_frames(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
+def of_frames(
+    running: Sequence[Running], callers: Sequence[Running] = ()
+) -> Iterator[tuple[Variable, Any]]:
     """The local variables of functions: first those of the program, then those of libraries.
 
     Those of torch's own functions have names that say nothing to anybody: they are values of the
     program's line that has called them.
+
+    Args:
+        running: The functions' frames.
+        callers: Others that may have called them.
     """
     # Sorted without a function of its own, which would hold the frames in a cell.
     own = [one for one in running if not is_library(one[0].f_code.co_filename)]
     others = [one for one in running if is_library(one[0].f_code.co_filename)]
-    lines = {id(frame): line for frame, line in own}
+    lines = {id(frame): line for frame, line in (*callers, *own)}
     for frame, line in (*own, *others):
         code = frame.f_code
         if code.co_name == "<module>" and frame.f_globals.get("__name__") in sys.modules:
