@@ -327,6 +327,27 @@ def test_gradients_with_graphs_are_a_cycle():
     assert cause(loop).kind == "gradient_cycle"
 
 
+def test_exceptions_hold_what_their_functions_had_and_the_advice_frees_it():
+    errors: list[Exception] = []
+
+    def fail() -> None:
+        hidden = MODEL(torch.randn(32, 64))
+        raise ValueError(hidden.shape)
+
+    def loop(_: int) -> None:
+        try:
+            fail()
+        except ValueError as error:
+            errors.append(error)
+
+    found = cause(loop)
+    assert found.kind == "exceptions"
+    assert found.message.startswith("`errors` (test_growth.py:")
+    before = _native.counted_bytes()
+    errors[:] = [error.with_traceback(None) for error in errors]
+    assert _native.counted_bytes() < before - 24 * 32 * 64 * 4
+
+
 def test_the_advice_frees_what_it_says():
     average = torch.zeros(())
 

@@ -123,16 +123,56 @@ def test_the_graph_of_a_kept_value_is_named(form: str):
     del saved
 
 
-@pytest.mark.parametrize("form", [*list(FORMS)[:-5]])
+def fail(value: Any) -> None:
+    raise ValueError(value.shape)
+
+
+def raised(value: Any) -> Exception | None:
+    try:
+        fail(value)
+    except ValueError as error:
+        return error
+    return None
+
+
+OF_TENSORS: dict[str, Callable[[Any], Any]] = {
+    **dict(list(FORMS.items())[:-5]),
+    "array": lambda v: [v.numpy()],
+    "part of an array": lambda v: (1, v.numpy()[3:]),
+    "array in a dict": lambda v: [{"predictions": v.numpy(), "n": 1}],
+    "exception": raised,
+    "exceptions": lambda v: {"errors": [(1, raised(v))]},
+}
+
+
+@pytest.mark.parametrize("form", OF_TENSORS)
 def test_a_kept_tensor_is_named(form: str):
     value = torch.zeros(100)
     address = value.untyped_storage().data_ptr()
-    kept = FORMS[form](value)
+    kept = OF_TENSORS[form](value)
     del value
     found = look()
     assert found.categories[address] == "variable"
     assert NAMES.owner(found.owners[address]).name.startswith("`kept")
     assert "(test_look.py:" in NAMES.owner(found.owners[address]).name
+    assert kept is not None
+
+
+def recursion() -> RecursionError | None:
+    def deeper(tensor: torch.Tensor) -> None:
+        deeper(tensor)
+
+    try:
+        deeper(torch.zeros(100))
+    except RecursionError as error:
+        return error
+    return None
+
+
+def test_the_traceback_of_a_deep_recursion_is_walked_through():
+    kept = recursion()
+    found = look()
+    assert any(one.variable.name == "kept" for one in found.walk.in_tracebacks)
     assert kept is not None
 
 

@@ -10,8 +10,8 @@ class Cause:
     """What keeps more and more memory alive.
 
     Attributes:
-        kind: ``summed_graph``, ``kept_graphs``, ``kept_tensors``, ``ctx_cycle``,
-            ``gradient_cycle``, ``optimizer_state`` or ``unknown``.
+        kind: ``summed_graph``, ``kept_graphs``, ``kept_tensors``, ``exceptions``,
+            ``ctx_cycle``, ``gradient_cycle``, ``optimizer_state`` or ``unknown``.
         message: One sentence.
         advice: What to do.
     """

@@ -38,6 +38,8 @@ _SUMS = ("AddBackward", "SubBackward", "CatBackward", "StackBackward")
 _NO_GRAPH = "keep fewer of them, or numbers (`tensor.item()`)"
 _STATE = "it grows no more once all has state; `history_size` says how much `LBFGS` keeps"
 _FORWARD = "no backward ran: use `torch.no_grad()`"
+_FRAMES = "holds exceptions, and these the variables of the functions that they have ended"
+_NO_FRAMES = "keep `str(error)`, or `error.with_traceback(None)`, which holds no functions"
 _GRAPH = "keep `tensor.item()` or `tensor.detach()` there instead"
 
 
@@ -216,20 +218,45 @@ def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
     """The cause where a variable holds most."""
     if owner.variable is None:
         return Cause("kept_tensors", f"most of it is held by {owner.name}", _NO_GRAPH)
-    of_state = {a for a in sizes if found.categories.get(a) == owners.OPTIMIZER_STATE}
-    if 2 * sum(sizes[address] for address in of_state) >= sum(sizes.values()):
-        message = f"{owner.variable.text} keeps state for what it updates"
-        return Cause("optimizer_state", message, _STATE)
-    in_graphs = {a for a in sizes if found.categories.get(a) == "activation"} - found.direct
-    graph_bytes = sum(sizes[address] for address in in_graphs)
-    who = owner.variable.text
-    if 2 * graph_bytes < sum(sizes.values()):
+    who, kept_bytes = owner.variable.text, sum(sizes.values())
+    of_model = _of_model(found, who, sizes)
+    if of_model is not None:
+        return of_model
+    if 2 * _traceback_bytes(found, sizes) >= kept_bytes:
+        return Cause("exceptions", f"{who} {_FRAMES}", _NO_FRAMES)
+    if 2 * _graph_bytes(found, sizes) < kept_bytes:
         return Cause("kept_tensors", f"{who} holds the tensors", _NO_GRAPH)
     summed = _sum_in(found, owner)
     if summed is not None:
         return summed
     message = f"{who} keeps the autograd graphs of earlier iterations alive"
     return Cause("kept_graphs", message, _GRAPH if BACKWARDS.runs else f"{_FORWARD}, or {_GRAPH}")
+
+
+def _of_model(found: Look, who: str, sizes: dict[int, int]) -> Cause | None:
+    """The cause where the state of an optimizer grows."""
+    kept_bytes = sum(sizes.values())
+    if 2 * _bytes_of(owners.OPTIMIZER_STATE, found, sizes) >= kept_bytes:
+        return Cause("optimizer_state", f"{who} keeps state for what it updates", _STATE)
+    return None
+
+
+def _bytes_of(category: str, found: Look, sizes: dict[int, int]) -> int:
+    """How much of some blocks is of a category."""
+    return sum(size for a, size in sizes.items() if found.categories.get(a) == category)
+
+
+def _graph_bytes(found: Look, sizes: dict[int, int]) -> int:
+    """How much of some blocks graphs alone hold."""
+    in_graphs = {a for a in sizes if found.categories.get(a) == owners.ACTIVATION} - found.direct
+    return sum(sizes[address] for address in in_graphs)
+
+
+def _traceback_bytes(found: Look, sizes: dict[int, int]) -> int:
+    """How much of some blocks exceptions hold."""
+    storages = (owners.storage_of(one.tensor) for one in found.walk.in_tracebacks)
+    held = {storage.data_ptr() for storage in storages if storage is not None}
+    return sum(size for address, size in sizes.items() if address in held)
 
 
 def _sum_in(found: Look, owner: Owner) -> Cause | None:

@@ -183,6 +183,7 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
     frames_of_torch = [one for one in running if id(one[0]) in of_torch]
     running = [one for one in running if id(one[0]) not in of_torch]
     found = Look(Walk(), variables.here(), temporary=OF_BACKWARD if update is None else OF_UPDATE)
+    found.walk.pass_by(frame for frame, _ in (*running, *frames_of_torch))
     functions = []
     for variable, value in (*variables.of_modules(running), *variables.of_frames(running)):
         if isinstance(value, FunctionType):

@@ -15,7 +15,14 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    MemberDescriptorType,
+    ModuleType,
+    TracebackType,
+)
 from typing import Any
 
 import torch
@@ -38,7 +45,7 @@ from memfit.track.owners import (
     PARAMETER,
     VARIABLE,
 )
-from memfit.track.variables import MODULES, Variable, space_of
+from memfit.track.variables import MODULES, Variable, is_memfit, space_of
 
 _OBJECTS = 400_000
 """Objects that one walk visits at most."""
@@ -57,7 +64,7 @@ _KV_NAME = re.compile(
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _NO_WAYS = (
     *(str, bytes, int, float, complex, type(None), range, torch.dtype, torch.device),
-    *(ModuleType, CodeType, FrameType),
+    *(ModuleType, CodeType),
 )
 """Classes of objects that lead nowhere, or everywhere."""
 
@@ -67,6 +74,8 @@ _FAMILIES = {
     Optimizer: "optimizer",
     type: "class",
     torch.autograd.graph.Node: "node",
+    FrameType: "frame",
+    TracebackType: "traceback",
 }
 
 
@@ -97,9 +106,11 @@ class Walk:
         reached: What was found, in order.
         graphs: The graphs on the way.
         is_complete: Whether all was visited that can be reached.
+        in_tracebacks: What was found in functions that an exception has ended and holds.
     """
 
     reached: list[Reached] = field(default_factory=list)
+    in_tracebacks: list[Reached] = field(default_factory=list)
     graphs: Graphs = field(default_factory=Graphs)
     is_complete: bool = True
     _seen: set[int] = field(default_factory=set)
@@ -111,6 +122,14 @@ class Walk:
         """Know what leads to everything, and is no way."""
         self._seen.update(MODULES.spaces())
         self._seen.update((id(self._seen), id(self.reached), id(self._kept), id(self.graphs.nodes)))
+
+    def pass_by(self, things: Iterable[object]) -> None:
+        """Visit some objects no more.
+
+        Args:
+            things: They; they live as long as the walk.
+        """
+        self._seen.update(map(id, things))
 
     def has_seen(self, thing: object) -> bool:
         """Whether an object was visited."""
@@ -134,8 +153,8 @@ class Walk:
         if kind == "object" and depth < _DEPTH:
             self._attributes(variable, value, category, depth)
         elif isinstance(value, FunctionType) and depth < _DEPTH:
-            for name, closed_over in _closed_over(value):
-                self._from(variable.of(name), closed_over, category, _DEPTH)
+            for name, inner in closed_over(value):
+                self._from(variable.of(name), inner, category, _DEPTH)
             self._spread(variable, [value], category)
         else:
             self._spread(variable, [value], category)
@@ -148,7 +167,7 @@ class Walk:
             if isinstance(name, str):
                 kind = KV_CACHE if _KV_NAME.search(name) else category
                 self._from(variable.of(name), attribute, kind, depth + 1)
-        for name, attribute in _slots(value):
+        for name, attribute in slots_of(value):
             kind = KV_CACHE if _KV_NAME.search(name) else category
             self._from(variable.of(name), attribute, kind, depth + 1)
         if space is not None:
@@ -199,7 +218,10 @@ class Walk:
                     self._take_down(variable, thing, category)  # what it is goes before its name
                 continue
             kind = self._kind(type(thing))
-            if kind == "skip" or (kind == "container" and not gc.is_tracked(thing)):
+            if kind == "container" and not gc.is_tracked(thing):
+                if not _holds_array(thing):
+                    continue
+            elif kind == "skip":
                 continue
             self._seen.add(id(thing))
             if kind == "tensor":
@@ -222,15 +244,42 @@ class Walk:
             OWNERS.add(thing)
             self._spread(variable, gc.get_referents(thing), OPTIMIZER_STATE)
         elif kind == "class":
-            if not is_library(_file_of(thing)):
-                for name, attribute in list(vars(thing).items()):
-                    if not isinstance(attribute, FunctionType):
-                        self._from(variable.of(name), attribute, category, _DEPTH)
-                self._spread(variable, list(vars(thing).values()), category)
+            self._class(variable, thing, category)
         elif kind == "node":
             self._graph(variable, thing)
+        elif kind == "array":  # the collector does not see it
+            self._spread(variable, [_array_class().base.__get__(thing)], category)
+        elif kind == "frame":
+            self._frame(variable, thing, category)
+        elif kind == "traceback":
+            self._traceback(variable, thing, category)
         else:
             self._spread(variable, gc.get_referents(thing), kind)
+
+    def _class(self, variable: Variable, kind: type, category: str) -> None:
+        if not is_library(_file_of(kind)):
+            for name, attribute in list(vars(kind).items()):
+                if not isinstance(attribute, FunctionType):
+                    self._from(variable.of(name), attribute, category, _DEPTH)
+            self._spread(variable, list(vars(kind).values()), category)
+
+    def _traceback(self, variable: Variable, first: TracebackType, category: str) -> None:
+        """The functions that an exception has ended; of a deep recursion there are many."""
+        before = len(self.reached)
+        trace: TracebackType | None = first
+        while trace is not None:
+            self._seen.add(id(trace))
+            if id(trace.tb_frame) not in self._seen:
+                self._seen.add(id(trace.tb_frame))
+                self._frame(variable, trace.tb_frame, category)
+            trace = trace.tb_next
+        self.in_tracebacks += self.reached[before:]
+
+    def _frame(self, variable: Variable, frame: FrameType, category: str) -> None:
+        """A function that does not run now; not those that have called it."""
+        if not is_memfit(frame):
+            values = [it for it in gc.get_referents(frame) if type(it) is not FrameType]
+            self._spread(variable, values, category)
 
     def _tensor(self, variable: Variable, tensor: Tensor, category: str) -> None:
         with torch._C.DisableTorchFunction():
@@ -307,11 +356,25 @@ def _classified(kind: type) -> str:
         return DATASET
     if _KV_CLASS.search(kind.__name__):
         return KV_CACHE
+    array = _array_class()
+    if array is not None and issubclass(kind, array):
+        return "array"
     is_plain = kind.__module__ in ("builtins", "collections", "functools")
     return "object" if kind.__flags__ & _HEAP and not is_plain else "container"
 
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class written in Python, for the most part
+
+
+def _array_class() -> Any:
+    """The class of numpy's arrays, which may be made of a tensor and hold it; ``None`` without."""
+    return getattr(sys.modules.get("numpy"), "ndarray", None)
+
+
+def _holds_array(thing: Any) -> bool:
+    """Whether a container that the collector passes by holds an array, as it does not see those."""
+    values = thing.values() if type(thing) is dict else thing if type(thing) is tuple else ()
+    return _array_class() in map(type, list(values))
 
 
 def _space(thing: Any) -> dict[Any, Any] | None:
@@ -323,7 +386,7 @@ def _space(thing: Any) -> dict[Any, Any] | None:
     return space if type(space) is dict else None
 
 
-def _slots(thing: Any) -> Iterator[tuple[str, Any]]:
+def slots_of(thing: Any) -> Iterator[tuple[str, Any]]:
     """What an object has in slots, without asking it."""
     for kind in type(thing).__mro__:
         for name, member in list(vars(kind).items()):
@@ -332,7 +395,7 @@ def _slots(thing: Any) -> Iterator[tuple[str, Any]]:
                     yield name, member.__get__(thing, kind)
 
 
-def _closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """The variables of others that a function reads."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with contextlib.suppress(ValueError):  # it is empty
