@@ -288,6 +288,44 @@ class Filer(torch.autograd.Function):
         return gradient * ctx.kept["made"][0]
 
 
+class Closer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.derive = lambda gradient: gradient * y
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.derive(gradient)
+
+
+class Slots:
+    __slots__ = ("y",)
+
+    def __init__(self, y: torch.Tensor) -> None:
+        self.y = y
+
+
+class Slotter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.saved = Slots(x.exp())
+        return ctx.saved.y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved.y
+
+
+CTX = [
+    (Keeper, "result"),
+    (Filer, "kept['made'][0]"),
+    (Closer, "derive.y"),
+    (Slotter, "saved.y"),
+]
+
+
 def cause(loop: Callable[[int], object]) -> growth.Cause:
     """Why a loop grows."""
     found = run(loop).growth
@@ -305,7 +343,7 @@ def no_collection():
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize(("kind", "place"), [(Keeper, "result"), (Filer, "kept['made'][0]")])
+@pytest.mark.parametrize(("kind", "place"), CTX)
 def test_an_output_kept_on_ctx_is_a_cycle(kind: type[torch.autograd.Function], place: str):
     def loop(_: int) -> None:
         kind.apply(MODEL(torch.randn(32, 64))).sum().backward()
@@ -325,6 +363,24 @@ def test_gradients_with_graphs_are_a_cycle():
             model(torch.randn(32, 64)).square().mean().backward(create_graph=True)
 
     assert cause(loop).kind == "gradient_cycle"
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_hook_that_holds_its_tensor_is_a_cycle_which_detaching_breaks():
+    def loop(_: int, *, detached: bool = False) -> None:
+        hidden = MODEL(torch.randn(32, 64))
+        mask = hidden.detach() if detached else hidden
+        hidden.register_hook(lambda gradient: gradient * (mask > 0))
+        hidden.sum().backward()
+        MODEL.zero_grad()
+
+    found = cause(loop)
+    assert found.kind == "hook_cycle"
+    assert "loop.<locals>.<lambda>` holds the tensor that it is registered on" in found.message
+    before = _native.counted_bytes()
+    gc.collect()
+    assert _native.counted_bytes() == before, "nothing frees them"
+    assert run(lambda step: loop(step, detached=True)).growth is None
 
 
 def test_exceptions_hold_what_their_functions_had_and_the_advice_frees_it():

@@ -11,7 +11,7 @@ class Cause:
 
     Attributes:
         kind: ``summed_graph``, ``kept_graphs``, ``kept_tensors``, ``exceptions``,
-            ``ctx_cycle``, ``gradient_cycle``, ``optimizer_state`` or ``unknown``.
+            ``ctx_cycle``, ``gradient_cycle``, ``hook_cycle``, ``optimizer_state`` or ``unknown``.
         message: One sentence.
         advice: What to do.
     """

@@ -1,7 +1,8 @@
 """Memory that no variable leads to: cycles through autograd that nothing frees.
 
-Responsible for two that people make without knowing, each shown by following it round: a function
-that keeps its own output on ``ctx``, and gradients that hold the graph that holds their parameters.
+Responsible for three that people make without knowing, each shown by following it round: a function
+that keeps its own output on ``ctx``, gradients that hold the graph that holds their parameters, and
+a tensor's hook that holds the tensor.
 Not responsible for what variables hold (:mod:`memfit.track.reach`).
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from memfit.tensors.storage import gradient_of, is_leaf
 from memfit.track.cause import Cause
 from memfit.track.graphs import Graphs
 from memfit.track.owners import instances, storage_of
+from memfit.track.reach import closed_over, slots_of
 
 _DEPTH = 2
 """Containers and objects between a ``ctx`` and what it keeps."""
@@ -40,14 +42,17 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
     tensors = {kind for kind in kinds if issubclass(kind, Tensor)}
     held_by_ctx: dict[tuple[str, str], int] = {}
     held_by_gradients = 0
+    held_by_hooks: dict[str, int] = {}
     for thing in objects:
         if type(thing) in nodes:
             name = _own_output(thing)
-            if name is not None and _touches(_on_ctx(thing), addresses):
+            if name is not None and _touches(on_ctx(thing), addresses):
                 key = (type(thing).__name__.removesuffix("Backward"), name)
                 held_by_ctx[key] = held_by_ctx.get(key, 0) + 1
         elif type(thing) in tensors and _has_graph_in_gradient(thing):
             held_by_gradients += _touches(_of_gradient(thing), addresses)
+        elif type(thing) in tensors and (hook := own_hook(thing)) is not None:
+            held_by_hooks[hook] = held_by_hooks.get(hook, 0) + _touches([thing], addresses)
     if held_by_ctx:
         function, name = max(held_by_ctx, key=lambda key: held_by_ctx[key])
         return Cause(
@@ -63,6 +68,15 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
             "and nothing frees either",
             "set the gradients to `None` when they were used (`zero_grad()`), or take them with "
             "`torch.autograd.grad`, which keeps none",
+        )
+    hook = max(held_by_hooks, key=lambda hook: held_by_hooks[hook], default="")
+    if held_by_hooks.get(hook):
+        return Cause(
+            "hook_cycle",
+            f"the hook {hook} holds the tensor that it is registered on, which holds the hook, and "
+            "nothing frees them",
+            "let the hook use `tensor.detach()`, made outside it, or remove it with the handle "
+            "that `register_hook` returns",
         )
     return None
 
@@ -80,7 +94,7 @@ def kept_on_ctx(known: Collection[int]) -> Iterator[tuple[str, Tensor]]:
     for node in _nodes():
         if id(node) not in known:
             name = type(node).__name__.removesuffix("Backward")
-            yield from ((name, tensor) for tensor in _on_ctx(node))
+            yield from ((name, tensor) for tensor in on_ctx(node))
 
 
 def _nodes() -> list[Any]:
@@ -101,19 +115,21 @@ def _kinds_of_nodes() -> Iterator[type]:
         level = [kind for one in level for kind in list[type](type.__subclasses__(one))]
 
 
-def _on_ctx(node: Any) -> list[Tensor]:
+def on_ctx(node: Any) -> list[Tensor]:
     """The tensors that a function has kept as attributes of its ``ctx``."""
     return [tensor for _, tensor in _kept_on("ctx", node, _DEPTH)]
 
 
 def _kept_on(text: str, thing: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """Tensors kept as attributes of an object, or in containers that are, and how each is read."""
+    """Tensors kept as attributes of an object, or in what are attributes, and how each is read."""
     kind = type(thing)
     found: list[tuple[str, Any]] = []
     if kind is dict:
         found = [(f"{text}[{_key(key)}]", value) for key, value in list(thing.items())]
     elif kind in (list, tuple):
         found = [(f"{text}[{place}]", value) for place, value in enumerate(thing)]
+    elif kind is FunctionType:
+        found = [(f"{text}.{name}", value) for name, value in closed_over(thing)]
     else:
         found = [(f"{text}.{name}", value) for name, value in _attributes(thing).items()]
     for name, value in found:
@@ -130,11 +146,12 @@ def _key(key: object) -> str:
 def _attributes(thing: Any) -> dict[str, Any]:
     if isinstance(thing, _APART):
         return {}
+    found = dict(slots_of(thing))
     try:
         space = object.__getattribute__(thing, "__dict__")
     except AttributeError:
-        return {}
-    return dict(space) if type(space) is dict else {}
+        return found
+    return found | space if type(space) is dict else found
 
 
 def _own_output(node: Any) -> str | None:
@@ -143,6 +160,25 @@ def _own_output(node: Any) -> str | None:
         with torch._C.DisableTorchFunction():
             if value.grad_fn is node:
                 return name
+    return None
+
+
+def held_by_hooks() -> Iterator[tuple[str, Tensor]]:
+    """Tensors that hooks of their own hold: the hooks' names, and the tensors."""
+    for tensor in instances(Tensor):
+        hook = own_hook(tensor)
+        if hook is not None:
+            yield hook, tensor
+
+
+def own_hook(tensor: Tensor) -> str | None:
+    """The function of a hook on a tensor that holds the tensor."""
+    with torch._C.DisableTorchFunction():
+        hooks = None if is_leaf(tensor) else tensor._backward_hooks
+    for hook in list((hooks or {}).values()):
+        if any(value is tensor for _, value in _kept_on("hook", hook, _DEPTH)):
+            code = getattr(hook, "__code__", None)
+            return f"`{hook.__qualname__}`" if type(code) is CodeType else "that is an object"
     return None
 
 

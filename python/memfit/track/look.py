@@ -14,7 +14,7 @@ import gc
 import os
 import struct
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor
 from memfit import _native
 from memfit.track import variables
 from memfit.track.backwards import BACKWARDS
-from memfit.track.cycles import kept_on_ctx
+from memfit.track.cycles import held_by_hooks, kept_on_ctx, on_ctx, own_hook
 from memfit.track.idle_graphs import IdleGraphs
 from memfit.track.owners import (
     ACTIVATION,
@@ -206,12 +206,14 @@ def _young() -> list[Tensor]:
     objects = gc.get_objects(generation=_YOUNG)
     nodes = [thing for thing in objects if issubclass(type(thing), torch._C._FunctionBase)]
     of_nodes = {id(value) for value in gc.get_referents(*gc.get_referents(*nodes))}
+    of_nodes.update(id(tensor) for node in nodes for tensor in on_ctx(node))
     return [
         thing
         for thing in objects
         if issubclass(type(thing), Tensor)
         and not issubclass(type(thing), torch.nn.Parameter)
         and id(thing) not in of_nodes
+        and own_hook(thing) is None
     ]
 
 
@@ -273,13 +275,21 @@ def _name_cycles(found: Look) -> None:
     lost = {address: size for address, size, _ in live if address not in known}
     if sum(lost.values()) <= _NAMED * _native.counted_bytes():
         return  # to look at all objects takes a while
+    kept = ((f"`ctx` of `{it}`", of) for it, of in kept_on_ctx(found.walk.graphs.nodes.keys()))
+    _name_lost(found, lost, kept)
+    if sum(lost.values()) > _MUCH * _native.counted_bytes():
+        _name_lost(found, lost, ((f"their own hook {it}", of) for it, of in held_by_hooks()))
+
+
+def _name_lost(found: Look, lost: dict[int, int], kept: Iterable[tuple[str, Tensor]]) -> None:
+    """Name blocks that are kept by what no variable leads to; they are lost no more."""
     groups: dict[str, list[int]] = {}
-    for function, tensor in kept_on_ctx(found.walk.graphs.nodes.keys()):
+    for name, tensor in kept:
         storage = storage_of(tensor)
         address = 0 if storage is None else storage.data_ptr()
         size = lost.pop(address, None)
         if size is not None:
-            groups.setdefault(f"`ctx` of `{function}`", []).append(address)
+            groups.setdefault(name, []).append(address)
             found.sizes[address] = size
     for name, addresses in groups.items():
         owner = NAMES.named(name)
@@ -290,6 +300,9 @@ def _name_cycles(found: Look) -> None:
 
 _NAMED = 0.02
 """Part of what is live that need not be known to anybody: for less, nothing more is looked at."""
+
+_MUCH = 0.1
+"""Likewise, where torch's own programs have nothing that can be found."""
 
 _COMPARED = 64
 """Elements by which a copy of a parameter is known."""
