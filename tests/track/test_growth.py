@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from memfit import _native
 from memfit.apply.offload.mapped import to_file, to_memory
 from memfit.track import cpu, growth
 from memfit.track.growth import GrowthWatch
+from memfit.track.retained import Growth
 
 MODEL = nn.Linear(64, 64)
 
@@ -402,6 +404,34 @@ def test_exceptions_hold_what_their_functions_had_and_the_advice_frees_it():
     before = _native.counted_bytes()
     errors[:] = [error.with_traceback(None) for error in errors]
     assert _native.counted_bytes() < before - 24 * 32 * 64 * 4
+
+
+def test_parameters_that_a_loop_makes_are_no_state_that_ends():
+    layers = nn.ModuleList()
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+
+    def loop(_: int) -> None:
+        layers.append(nn.Linear(64, 64))
+        optimizer.add_param_group({"params": layers[-1].parameters()})
+        layers[-1](torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+    found = cause(loop)
+    assert found.kind == "new_parameters"
+    assert "no more" not in found.advice
+
+
+def test_what_was_not_found_is_in_no_graph():
+    assert cpu.start() is None
+    kept, hidden, first = [], np.empty(24, dtype=object), _native.last_event() + 1
+    for step in range(24):
+        kept.append(torch.ones(100))
+        hidden[step] = torch.ones(400)
+    blocks = _native.survivors(first, _native.last_event() + 1, with_models=False)
+    sizes = tuple((address, size) for address, size, _ in blocks)
+    found = growth.collection_of(Growth(sum(size for _, size in sizes), 24, sizes))
+    assert found is not None
+    assert (found.kind, found.message[:6]) == ("kept_tensors", "`kept`")
 
 
 def test_the_advice_frees_what_it_says():

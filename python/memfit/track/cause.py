@@ -11,7 +11,8 @@ class Cause:
 
     Attributes:
         kind: ``summed_graph``, ``kept_graphs``, ``kept_tensors``, ``exceptions``,
-            ``ctx_cycle``, ``gradient_cycle``, ``hook_cycle``, ``optimizer_state`` or ``unknown``.
+            ``new_parameters``, ``optimizer_state``, ``ctx_cycle``, ``gradient_cycle``,
+            ``hook_cycle`` or ``unknown``.
         message: One sentence.
         advice: What to do.
     """

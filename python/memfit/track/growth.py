@@ -32,11 +32,16 @@ LOOK_SHARE = 100
 LOOK_SECONDS = 0.05
 """What a first look is taken to cost: a search through all objects, torch's among them."""
 
+_NEW_PARAMETERS = 8
+"""Parameters come with gradients and state: where they are one part in so many, they are the cause.
+"""
+
 _CHAIN_LIMIT = 4096
 _TENSOR_LIMIT = 4096
 _SUMS = ("AddBackward", "SubBackward", "CatBackward", "StackBackward")
 _NO_GRAPH = "keep fewer of them, or numbers (`tensor.item()`)"
 _STATE = "it grows no more once all has state; `history_size` says how much `LBFGS` keeps"
+_PARAMETERS = "if that is not meant, make them once, before the loop"
 _FORWARD = "no backward ran: use `torch.no_grad()`"
 _FRAMES = "holds exceptions, and these the variables of the functions that they have ended"
 _NO_FRAMES = "keep `str(error)`, or `error.with_traceback(None)`, which holds no functions"
@@ -206,7 +211,7 @@ def collection_of(growth: Growth) -> Cause | None:
         full = [key for key, groups in held.items() if len(groups) == GROUPS]
         if not full:
             return None
-        graph_bytes = sum(size for address, size in growth.blocks if address not in found.direct)
+        graph_bytes = _graph_bytes(found, dict(growth.blocks))
         who = texts[full[0]]
         if 2 * graph_bytes < growth.bytes:
             return Cause("kept_tensors", f"{who} holds the tensors", _NO_GRAPH)
@@ -234,8 +239,11 @@ def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
 
 
 def _of_model(found: Look, who: str, sizes: dict[int, int]) -> Cause | None:
-    """The cause where the state of an optimizer grows."""
+    """The cause where a model or the state of an optimizer grows."""
     kept_bytes = sum(sizes.values())
+    if _NEW_PARAMETERS * _bytes_of(owners.PARAMETER, found, sizes) >= kept_bytes:
+        message = f"the loop makes new parameters, which {who} holds"
+        return Cause("new_parameters", message, _PARAMETERS)
     if 2 * _bytes_of(owners.OPTIMIZER_STATE, found, sizes) >= kept_bytes:
         return Cause("optimizer_state", f"{who} keeps state for what it updates", _STATE)
     return None
