@@ -87,6 +87,18 @@ SCRIPTS = {
                 optimizer.zero_grad()
         main()
     """,
+    "leaves": """
+        def weights():
+            return [torch.randn(512, 512, requires_grad=True) for _ in range(4)]
+        optimizer = torch.optim.Adam(weights())
+        for _ in range(4):
+            x = torch.randn(2048, 512)
+            for weight in optimizer.param_groups[0]["params"]:
+                x = (x @ weight).tanh()
+            x.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
     "at_once": """
         net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
         optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
@@ -252,6 +264,14 @@ def test_a_training_step_is_told_by_what_its_graph_holds(ran: dict[str, dict[str
     found = ran["training"]["peak_by_category"]
     assert found["activation"] > 0.5 * ran["training"]["peak_bytes"]
     assert found["temporary"] > 0
+
+
+def test_leaves_that_are_no_modules_are_parameters_where_an_optimizer_has_them(
+    ran: dict[str, dict[str, Any]],
+):
+    found = ran["leaves"]["peak_by_category"]
+    assert found["parameter"] == 4 * MIB
+    assert found["activation"] + found["temporary"] > 16 * MIB
 
 
 def test_what_an_optimizer_makes_to_update_all_at_once_is_told(

@@ -94,6 +94,26 @@ def test_torch_that_is_there_before_the_script_is_counted(tmp_path: Path):
     assert found["devices"][0]["peak_bytes"] == 4 * MIB
 
 
+def test_a_look_that_fails_is_told(tmp_path: Path):
+    write(
+        tmp_path,
+        "train.py",
+        """
+        import torch
+        from memfit.track import look
+        def fail(*_):
+            raise KeyError("unknown")
+        fail.__code__ = fail.__code__.replace(co_filename=look.__file__)
+        look.search = fail
+        kept = [torch.zeros(1 << 20) for _ in range(4)]
+        print(len(kept))
+        """,
+    )
+    ran = in_a_fork(tmp_path, "train.py")
+    assert (ran.code, ran.stdout) == (0, "4\n")
+    assert "what is live was looked at no more: KeyError: 'unknown'" in ran.stderr
+
+
 def test_torch_that_comes_past_the_import_hook_is_counted(tmp_path: Path):
     """Another hook may find torch first; the next import tells."""
     code = """

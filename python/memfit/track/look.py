@@ -34,6 +34,7 @@ from memfit.track.owners import (
     DATASET,
     GRADIENT,
     KV_CACHE,
+    OPTIMIZER_STATE,
     OWNERS,
     PARAMETER,
     TEMPORARY,
@@ -44,7 +45,10 @@ from memfit.track.reach import Walk
 from memfit.track.variables import Running, Variable
 
 _PACKAGE = str(Path(__file__).parents[1])
-_PRECEDENCE = (GRADIENT, PARAMETER, KV_CACHE, DATASET, CAST_CACHE, ACTIVATION, VARIABLE, TEMPORARY)
+_PRECEDENCE = (
+    *(GRADIENT, PARAMETER, KV_CACHE, DATASET, CAST_CACHE),
+    *(ACTIVATION, OPTIMIZER_STATE, VARIABLE, TEMPORARY),
+)
 """Of several things that a block is, what it is called: the first of these."""
 
 _YOUNG = 0

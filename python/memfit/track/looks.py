@@ -111,11 +111,13 @@ class Looks:
 
     Attributes:
         listeners: Called after every look.
+        problem: Why no more looks are taken; empty as long as they are.
     """
 
     def __init__(self) -> None:
         """Take none before a window is added."""
         self.listeners: list[Callable[[], None]] = []
+        self.problem = ""
         self._windows: dict[Window, tuple[int, Account | None]] = {}
         self._stretch: Window | None = None
         self._started = 0.0
@@ -215,6 +217,7 @@ class Looks:
             # A handler of signals may run in here, and what it raises is the program's.
             if not is_own(error):
                 raise
+            self.problem = f"{type(error).__name__}: {error}"
             self._stop()
         finally:
             self._is_looking = False

@@ -242,6 +242,8 @@ class Walk:
             self._module(variable, thing, category)
         elif kind == "optimizer":
             OWNERS.add(thing)
+            groups = (_space(thing) or {}).get("param_groups", ())
+            self._spread(variable, [group["params"] for group in groups], PARAMETER)
             self._spread(variable, gc.get_referents(thing), OPTIMIZER_STATE)
         elif kind == "class":
             self._class(variable, thing, category)

@@ -340,6 +340,8 @@ class Watch:
         OWNERS.search("the end of a script")
         trace = error.__traceback__ if error is not None else None
         LOOKS.look(list(traceback.walk_tb(trace)))
+        if LOOKS.problem:
+            self._notes.append(f"what is live was looked at no more: {LOOKS.problem}")
 
     def _advise(self) -> None:
         """Say what would lower the peak, where one look at it tells."""
