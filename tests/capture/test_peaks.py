@@ -120,3 +120,38 @@ def test_a_real_step_is_predicted_like_a_fake_one():
     trace = record(workload)
     assert trace["meta"]["captured"] == "real"
     assert predicted_peak(trace) == pytest.approx(measured_peak(workload), rel=0.001)
+
+
+class Averaged(nn.Module):
+    """A student, and a teacher that gets no gradient though nothing says so."""
+
+    def __init__(self, *, branches: bool):
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64)) for _ in range(2)
+        )
+        self.branches = branches
+
+    def forward(self, x):
+        target = self.teacher(x).detach()
+        if self.branches and target.sum().item() != target.sum().item():
+            return x.sum()
+        return (self.student(x) - target).square().mean()
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_is_counted_of_what_gets_a_gradient(optimizer, branches):
+    workload = Workload(
+        model=Averaged(branches=branches),
+        batch=torch.randn(16, 64),
+        loss=lambda model, batch: model(batch),
+        optimizer=optimizer,
+    )
+    trace = record(workload)
+    assert trace["meta"]["captured"] == ("real" if branches else "fake")
+    # Adagrad makes state for all, before any step.
+    assert any("no gradient" in note for note in trace["meta"]["notes"]) == (
+        optimizer is torch.optim.AdamW
+    )
+    assert predicted_peak(trace) == pytest.approx(measured_peak(workload), rel=0.001)

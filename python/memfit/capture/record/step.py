@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memfit import _native
 from memfit.capture.record.gradient_mode import Gradients, gradient_mode
 from memfit.capture.record.ledger import Ledger
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, RealStepNeeded, Recorder
@@ -153,10 +154,30 @@ class StepRunner:
         if workload.clip_grad_norm is not None:
             self.clip_gradients(workload.clip_grad_norm)
         if stage.optimizer is not None:
+            self._leave_out_state(stage.optimizer)
             stage.optimizer.step()
             stage.optimizer.zero_grad(set_to_none=True)
         for parameter in stage.model.parameters():
             parameter.grad = None
+
+    def _leave_out_state(self, optimizer: Optimizer) -> None:
+        """Count no state of what got no gradient: it is made with the first one.
+
+        So long, state was there for all: nobody knew which would get one.
+        """
+        idle = [p for p in self.stage.trainable() if p.grad is None] * self.stage.state_is_lazy
+        own = [a for p in idle for a in self._own_state.get(id(p), [])]
+        sizes = self.recorder.ledger.bytes
+        left_out, parameter_bytes = sum(sizes[a] for a in own), sum(p.nbytes for p in idle)
+        for allocation in own:
+            sizes[allocation] = 0
+        if left_out:
+            text = _native.bytes_text
+            self.recorder.notes[
+                f"parameters of {text(parameter_bytes)} get no gradient, so `"
+                f"{type(optimizer).__name__}` has no state for them, which would be "
+                f"{text(left_out)}"
+            ] = None
 
     def _register(self) -> None:
         """Give everything that exists before the step its allocation, role and name."""

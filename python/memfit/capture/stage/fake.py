@@ -138,6 +138,7 @@ def initialise_optimizer(stage: Stage) -> None:
     optimizer = stage.optimizer
     if optimizer is None or optimizer.state:
         return
+    stage.state_is_lazy = True
     for parameter in stage.trainable():
         parameter.grad = empty_gradient(optimizer, parameter)
     failure = _first_step(optimizer, stage.device)

@@ -89,6 +89,7 @@ def _initialise_optimizer(stage: Stage) -> None:
     """Make the optimizer allocate its lazy state; the copy's parameters may move by it."""
     if stage.optimizer is None:
         return
+    stage.state_is_lazy = not stage.optimizer.state
     for parameter in stage.trainable():
         parameter.grad = empty_gradient(stage.optimizer, parameter)
     stage.optimizer.step()

@@ -35,6 +35,7 @@ class Stage:
         real_buffers: The real tensors behind fake module buffers, by qualified name.
         device: ``cpu`` or ``cuda``.
         has_narrow_parameters: Whether parameters were narrowed for a plan that holds them so.
+        state_is_lazy: Whether the optimizer makes state for what gets a gradient, and not before.
     """
 
     workload: Workload
@@ -46,6 +47,7 @@ class Stage:
     real_buffers: dict[str, Tensor]
     device: str = "cpu"
     has_narrow_parameters: bool = False
+    state_is_lazy: bool = False
 
     def trainable(self) -> list[nn.Parameter]:
         """Parameters that may get a gradient, each once, in the model's order."""
