@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from memfit import _native
 from memfit.libraries import PACKAGE
 from memfit.track import cpu
-from memfit.track.look import NAMES, _cast_begin, _is_cast, look
-from memfit.track.looks import SHARE, Looks
+from memfit.track.look import NAMES, OF_BACKWARD, _cast_begin, _is_cast, look
+from memfit.track.looks import LOOKS, SHARE, Looks
 from memfit.track.owners import OWNERS
 
 MODEL = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -343,3 +344,23 @@ def test_looks_come_early_in_a_script_that_is_soon_over_and_rarely_in_a_long_one
     assert looks._next() == pytest.approx(100.58)
     looks._spent_seconds = 0.2
     assert looks._next() == pytest.approx(100 + 0.21 * SHARE)
+
+
+def test_what_a_backward_made_is_named_though_a_look_comes_before_its_end_is_told():
+    window = cpu.Window()
+    LOOKS.add(window)
+    try:
+        LOOKS.backward_begins()
+        _native.switch_alarm_off()  # as in the engine, where no Python runs
+        since = _native.last_event() + 1
+        gradient = torch.empty(1 << 24)
+        del gradient
+        LOOKS.look(since=since)
+        _, found = LOOKS._windows[window]
+        LOOKS.backward_ended()
+    finally:
+        LOOKS.remove(window)
+        window.close()
+    assert found is not None
+    assert OF_BACKWARD in [one.owner.name for one in found.holdings]
+    assert found.by_category["temporary"] == 1 << 26

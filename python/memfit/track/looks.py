@@ -227,7 +227,10 @@ class Looks:
         if self._stretch is None or self._stretch.peak_event() < since:
             return
         if self._backward_event > self._looked_at:
-            return  # a backward lets go of what others made
+            # A backward lets go of what others made; this may be before it is said to have ended.
+            for began in self._backwards[-1:]:
+                _native.label_gone_blocks(began, TEMPORARY, NAMES.named(OF_BACKWARD))
+            return
         owner = NAMES.named(f"made and freed again at {found.here.place}")
         _native.label_gone_blocks(self._looked_at, TEMPORARY, owner)
 
