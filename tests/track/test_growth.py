@@ -72,6 +72,34 @@ def test_a_summed_training_loss_is_found_though_backward_frees_its_activations(e
     assert "keeps a longer autograd graph after every iteration: `total`" in str(found[0].message)
 
 
+def test_a_running_average_of_weights_is_found_though_its_graph_has_no_bytes(eager_looks):
+    average = [parameter.clone() for parameter in MODEL.parameters()]
+
+    def loop() -> None:
+        for _ in range(20):
+            with memfit.track("averaged weights"):
+                for place, parameter in enumerate(MODEL.parameters()):
+                    average[place] = 0.9 * average[place] + 0.1 * parameter
+
+    found = caught(loop)
+    assert len(found) == 1
+    text = str(found[0].message)
+    assert "keeps a longer autograd graph after every iteration: `average` (test_growth.py:" in text
+
+
+def test_what_is_joined_is_not_said_to_be_summed():
+    queue = torch.zeros(0)
+
+    def loop(_: int) -> None:
+        nonlocal queue
+        queue = torch.cat([queue, loss()[None]])
+
+    found = cause(loop)
+    assert found.message.startswith("`queue` (test_growth.py:")
+    assert " joins " in found.message
+    assert found.advice == "join `tensor.detach()` there instead"
+
+
 def test_collected_losses_are_named():
     class Trainer:
         def __init__(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +39,9 @@ _NEW_PARAMETERS = 8
 
 _CHAIN_LIMIT = 4096
 _TENSOR_LIMIT = 4096
-_SUMS = ("AddBackward", "SubBackward", "CatBackward", "StackBackward")
+_JOINS = ("CatBackward", "StackBackward")
+_SUMS = ("AddBackward", "SubBackward", *_JOINS)
+_SCALES = ("MulBackward", "DivBackward")
 _NO_GRAPH = "keep fewer of them, or numbers (`tensor.item()`)"
 _STATE = "it grows no more once all has state; `history_size` says how much `LBFGS` keeps"
 _PARAMETERS = "if that is not meant, make them once, before the loop"
@@ -145,7 +148,7 @@ class Sums:
         """Look."""
         self._tensors = [t for t in owners.instances(Tensor) if graph_of(t) is not None]
         del self._tensors[:-_TENSOR_LIMIT]
-        self._links = {id(tensor): _sum_links(tensor) for tensor in self._tensors}
+        self._links = {id(tensor): _sum_links(tensor, _SCALES) for tensor in self._tensors}
 
     def forget(self) -> Sums:
         """Keep the numbers only, not the tensors."""
@@ -282,11 +285,15 @@ def _sum_in(found: Look, owner: Owner) -> Cause | None:
 def _summed(found: Look, tensor: Tensor, links: int) -> Cause:
     places = [one.variable.text for one in found.walk.reached if one.tensor is tensor]
     place = places[0] if places else "a tensor"
+    node = graph_of(tensor)
+    does, advice = "sums", "add `loss.item()` or `loss.detach()` instead of `loss`"
+    if node is not None and node.name().startswith(_JOINS):
+        does, advice = "joins", "join `tensor.detach()` there instead"
     return Cause(
         "summed_graph",
-        f"{place} sums {links} tensors with their autograd graphs, so the graph of every iteration "
-        "stays alive",
-        "add `loss.item()` or `loss.detach()` instead of `loss`",
+        f"{place} {does} {links} tensors with their autograd graphs, so the graph of every "
+        "iteration stays alive",
+        advice,
     )
 
 
@@ -323,12 +330,27 @@ def _user_level() -> int:
     return level
 
 
-def _sum_links(tensor: Tensor) -> int:
-    """How many sums lead to a tensor, one through the other: ``s += loss`` adds one each time."""
+def _sum_links(tensor: Tensor, through: tuple[str, ...] = ()) -> int:
+    """How many sums lead to a tensor, one through the other: ``s += loss`` adds one each time.
+
+    Args:
+        tensor: The tensor.
+        through: Names of nodes that may lie between two sums, as in a running average.
+    """
     links, node = 0, graph_of(tensor)
     while node is not None and links < _CHAIN_LIMIT and node.name().startswith(_SUMS):
         links += 1
-        before = [earlier for earlier, _ in node.next_functions if earlier is not None]
-        sums = [earlier for earlier in before if earlier.name().startswith(_SUMS)]
+        before = _before(node)
+        between = [
+            it
+            for earlier in before
+            if earlier.name().startswith(through)
+            for it in _before(earlier)
+        ]
+        sums = [it for it in (*before, *between) if it.name().startswith(_SUMS)]
         node = sums[0] if sums else None
     return links
+
+
+def _before(node: Any) -> list[Any]:
+    return [earlier for earlier, _ in node.next_functions if earlier is not None]
