@@ -229,6 +229,36 @@ def test_larger_batches_a_full_queue_and_a_cache_are_no_growth():
     assert run(loop).growth is None
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_tensor_that_is_made_anew_and_longer_is_growth(every: int):
+    assert cpu.start() is None
+    bank, watch, causes = torch.randn(64, 512), GrowthWatch(), []
+    for step in range(12 * every):
+        if step % every == 0:
+            bank = torch.cat((bank, torch.randn(16, 512)))
+        causes.append(watch.observe())
+    found = watch.growth
+    assert found is not None
+    assert found.is_longer
+    assert found.bytes % (16 * 512 * 4) == 0
+    assert 6 * every <= found.iterations < 12 * every
+    (why,) = [it for it in causes if it is not None]
+    assert why.kind == "longer_tensor"
+    assert why.message.startswith("`bank` (test_growth.py:")
+
+
+def test_what_gets_longer_and_begins_anew_is_no_growth():
+    batch, zeros, bank = torch.randn(1), torch.zeros(1), torch.zeros(0)
+
+    def loop(step: int) -> None:
+        nonlocal batch, zeros, bank
+        batch, zeros = torch.randn(64 + step, 512), torch.zeros(64 + step, 512)
+        bank = torch.cat((bank, torch.randn(1 << 15))) if step % 4 else torch.randn(1 << 15)
+
+    assert run(loop).growth is None
+    assert batch.shape == zeros.shape
+
+
 def test_the_cause_is_what_grows_on_after_something_else_has_stopped():
     assert cpu.start() is None
     watch, causes = GrowthWatch(asks_again=True), []

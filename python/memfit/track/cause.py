@@ -11,8 +11,8 @@ class Cause:
 
     Attributes:
         kind: ``summed_graph``, ``kept_graphs``, ``kept_tensors``, ``exceptions``,
-            ``new_parameters``, ``optimizer_state``, ``ctx_cycle``, ``gradient_cycle``,
-            ``hook_cycle`` or ``unknown``.
+            ``longer_tensor``, ``new_parameters``, ``optimizer_state``, ``ctx_cycle``,
+            ``gradient_cycle``, ``hook_cycle`` or ``unknown``.
         message: One sentence.
         advice: What to do.
     """

@@ -21,6 +21,7 @@ from memfit.track import owners, variables
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cause import Cause
 from memfit.track.cycles import cycle_of
+from memfit.track.lengthened import Lengthened
 from memfit.track.look import NAMES, Look, Owner, is_own, search, undisturbed
 from memfit.track.retained import GROUPS, Growth, Kept
 
@@ -45,6 +46,8 @@ _SCALES = ("MulBackward", "DivBackward")
 _NO_GRAPH = "keep fewer of them, or numbers (`tensor.item()`)"
 _STATE = "it grows no more once all has state; `history_size` says how much `LBFGS` keeps"
 _PARAMETERS = "if that is not meant, make them once, before the loop"
+_LONGER = "is made anew and longer each time, and begins with what it was, as by `torch.cat`"
+_SHORTER = "keep of it what is used again, or numbers (`tensor.item()`)"
 _FORWARD = "no backward ran: use `torch.no_grad()`"
 _FRAMES = "holds exceptions, and these the variables of the functions that they have ended"
 _NO_FRAMES = "keep `str(error)`, or `error.with_traceback(None)`, which holds no functions"
@@ -75,6 +78,7 @@ class GrowthWatch:
         self._look_share = LOOK_SHARE if look_share is None else look_share
         self.growth: Growth | None = None
         self._kept = Kept()
+        self._lengthened = Lengthened()
         self._sums: Sums | None = None
         self._looked_at = 0
         self._found = False
@@ -100,7 +104,8 @@ class GrowthWatch:
         """
         self._kept.mark()
         if self._kept.is_due():
-            self.growth = self._kept.growth()
+            longer = self._lengthened.growth(self.iterations)
+            self.growth = self._kept.growth() or longer
         self.growth = self._growth_on_cuda(cuda_bytes) or self.growth
         grown = 0 if self.growth is None else self.growth.bytes
         if self.growth is not None and (
@@ -191,7 +196,10 @@ def _cause_of(growth: Growth) -> Cause:
         number = max(held, key=lambda number: held[number], default=0)
         if lost_bytes > held.get(number, 0):
             return cycle_of(lost) or _unknown(2 * lost_bytes >= sum(sizes.values()), found)
-        return _held(found, NAMES.owner(number), sizes)
+        owner = NAMES.owner(number)
+        if growth.is_longer and owner.variable is not None:
+            return Cause("longer_tensor", f"{owner.variable.text} {_LONGER}", _SHORTER)
+        return _held(found, owner, sizes)
 
 
 def collection_of(growth: Growth) -> Cause | None:

@@ -11,7 +11,6 @@ nothing alive and raises nothing.
 from __future__ import annotations
 
 import gc
-import os
 import struct
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ from memfit.track import variables
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cycles import held_by_hooks, kept_on_ctx, on_ctx, own_hook
 from memfit.track.idle_graphs import IdleGraphs
+from memfit.track.memory import bytes_at
 from memfit.track.owners import (
     ACTIVATION,
     CAST_CACHE,
@@ -315,7 +315,7 @@ _COMPARED = 64
 def _is_cast(address: int, begins: Collection[bytes | None]) -> bool:
     """Whether a block begins as the copy of a parameter of its size does."""
     known = next((begin for begin in begins if begin is not None), None)
-    return known is not None and _bytes_at(address, len(known)) in begins
+    return known is not None and bytes_at(address, len(known)) in begins
 
 
 def _cast_begin(parameter: Tensor) -> bytes | None:
@@ -324,7 +324,7 @@ def _cast_begin(parameter: Tensor) -> bytes | None:
     Computed without an op of torch, which the program's modes would see.
     """
     count = min(parameter.numel(), _COMPARED)
-    begin = _bytes_at(parameter.data_ptr(), 4 * count) if parameter.is_contiguous() else None
+    begin = bytes_at(parameter.data_ptr(), 4 * count) if parameter.is_contiguous() else None
     if begin is None or not any(begin):
         return None
     if torch.get_autocast_dtype("cpu") is torch.float16:
@@ -335,15 +335,6 @@ def _cast_begin(parameter: Tensor) -> bytes | None:
     # To the nearest, of two the even one.
     words = struct.unpack(f"{count}I", begin)
     return struct.pack(f"{count}H", *((w + 0x7FFF + (w >> 16 & 1)) >> 16 & 0xFFFF for w in words))
-
-
-def _bytes_at(address: int, count: int) -> bytes | None:
-    """Bytes of memory; ``None`` where there is none any more, which another thread may see to."""
-    try:
-        with open("/proc/self/mem", "rb", buffering=0) as memory:  # noqa: PTH123
-            return os.pread(memory.fileno(), count, address)
-    except (OSError, OverflowError):
-        return None
 
 
 @contextmanager

@@ -36,11 +36,13 @@ class Growth:
         bytes: Bytes of blocks that its earlier iterations have left.
         iterations: How many those are.
         blocks: Those that have an address: address and bytes.
+        is_longer: Whether it is one block that takes the place of a shorter one again and again.
     """
 
     bytes: int
     iterations: int
     blocks: tuple[tuple[int, int], ...]
+    is_longer: bool = False
 
     @property
     def bytes_per_iteration(self) -> int:
