@@ -49,3 +49,42 @@ def test_what_the_c_library_keeps_is_what_it_gives_back():
     assert found is not None
     assert found["trimmed_bytes"] >= 20 * MIB
     assert len(last) == 40_000
+
+
+@pytest.mark.parametrize(
+    ("samples", "risen"),
+    [
+        ([0] * 8 + [step * 2 * MIB for step in range(24)], 46),
+        ([step * MIB // 4 for step in range(32)], 0),  # little
+        ([0] * 16 + [64 * MIB] * 16, 0),  # once
+        ([min(step, 12) * 8 * MIB for step in range(32)], 0),  # a cache that is full
+        ([step % 8 * 8 * MIB for step in range(32)], 0),  # it goes again
+        ([0, 32 * MIB, 64 * MIB, 96 * MIB], 0),  # seen too rarely to tell
+    ],
+)
+def test_memory_outside_tensors_rises_where_every_part_of_a_run_adds_to_it(
+    samples: list[int], risen: int
+):
+    memory = ProcessMemory()
+    memory._outside = samples
+    assert memory.rise_bytes() == risen * MIB
+
+
+def test_what_grows_outside_the_tensors_is_worth_a_word(tmp_path: Path):
+    (tmp_path / "train.py").write_text(
+        "import os, time, numpy, torch\n"
+        "from torch import nn\n"
+        "net = nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), 0.1)\n"
+        "texts, arrays = [], {}\n"
+        "for step in range(24):\n"
+        "    net(torch.randn(2, 8)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    texts.append(os.urandom(3 << 20))\n"
+        "    arrays[step] = numpy.ones(1 << 17)\n"
+        "    time.sleep(0.03)\n"
+    )
+    FORKS.run("-m", "memfit", "run", "--report", "r.json", "train.py", folder=tmp_path)
+    risen, held = json.loads((tmp_path / "r.json").read_text())["notes"]
+    assert risen.startswith("outside the tensors, memory rose by ")
+    assert held == "outside the tensors, `arrays` (train.py) held arrays of numpy of 24.0 MiB"

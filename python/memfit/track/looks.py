@@ -111,12 +111,14 @@ class Looks:
 
     Attributes:
         listeners: Called after every look.
+        arrays: Bytes of arrays of numpy that a variable held at most, by its name and line.
         problem: Why no more looks are taken; empty as long as they are.
     """
 
     def __init__(self) -> None:
         """Take none before a window is added."""
         self.listeners: list[Callable[[], None]] = []
+        self.arrays: dict[str, int] = {}
         self.problem = ""
         self._windows: dict[Window, tuple[int, Account | None]] = {}
         self._stretch: Window | None = None
@@ -195,6 +197,8 @@ class Looks:
             if since is not None:
                 self._name_gone(found, since)
             self._has_looked = True
+            for name, held_bytes in found.walk.array_bytes().items():
+                self.arrays[name] = max(held_bytes, self.arrays.get(name, 0))
             self.tell()
             for listener in self.listeners:
                 listener()

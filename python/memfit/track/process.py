@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import resource
 import time
@@ -20,10 +21,15 @@ from typing import Any
 
 from memfit import _native
 
-_LEAST_SECONDS = 0.25
+_LEAST_SECONDS = 0.02
 _SHARE = 50
 """Asking takes at most this part of the time."""
 
+_MOST_SAMPLES = 256
+_GROUPS = 4
+"""Stretches of a run in each of which memory must have risen."""
+
+_LEAST_RISE = 16 << 20
 _PROC = Path("/proc")
 _KIB = 1024
 
@@ -58,6 +64,8 @@ class ProcessMemory:
         """Ask nothing yet."""
         self._seen = Memory()
         self._next = 0.0
+        self._outside: list[int] = []  # private bytes that are no tensors', from time to time
+        self._every, self._asked = 1, 0
 
     def ask(self) -> None:
         """Ask the system, unless it was asked a moment ago."""
@@ -72,6 +80,7 @@ class ProcessMemory:
 
     def _ask(self) -> None:
         private_bytes = _status("self").get("RssAnon", 0)
+        self._sample(private_bytes - _native.counted_bytes())
         if private_bytes > self._seen.private_bytes:
             self._seen.private_bytes = private_bytes
             self._seen.tensor_bytes = _native.counted_bytes()
@@ -83,6 +92,29 @@ class ProcessMemory:
             self._seen.children_bytes = total
             self._seen.children = len(children)
             self._seen.children_names = tuple(sorted({_name(child) for child in children}))
+
+    def _sample(self, outside_bytes: int) -> None:
+        self._asked += 1
+        if self._asked % self._every == 0:
+            self._outside.append(outside_bytes)
+        if len(self._outside) > _MOST_SAMPLES:
+            self._outside = self._outside[1::2]
+            self._every *= 2
+
+    def rise_bytes(self) -> int:
+        """How much memory that is no tensor's has risen, all through the run but its begin.
+
+        What the C library only kept is left out, once :meth:`end` knows it; 0 where it stood still
+        or fell in a part of the run.
+        """
+        rest = self._outside[len(self._outside) // _GROUPS :]
+        ends = (
+            [rest[part * (len(rest) - 1) // _GROUPS] for part in range(_GROUPS + 1)] if rest else []
+        )
+        rises = [after - before for before, after in itertools.pairwise(ends)]
+        risen = sum(rises) - self._seen.trimmed_bytes
+        is_steady = len(rest) > 2 * _GROUPS and min(rises) * _GROUPS * _GROUPS >= sum(rises)
+        return risen if is_steady and risen >= _LEAST_RISE else 0
 
     def end(self) -> dict[str, Any] | None:
         """What was seen, and what the C library keeps; ``None`` where the system does not tell."""

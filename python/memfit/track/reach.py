@@ -107,10 +107,12 @@ class Walk:
         graphs: The graphs on the way.
         is_complete: Whether all was visited that can be reached.
         in_tracebacks: What was found in functions that an exception has ended and holds.
+        arrays: Arrays of numpy with memory of their own: who holds each, and its bytes.
     """
 
     reached: list[Reached] = field(default_factory=list)
     in_tracebacks: list[Reached] = field(default_factory=list)
+    arrays: list[tuple[Variable, int]] = field(default_factory=list)
     graphs: Graphs = field(default_factory=Graphs)
     is_complete: bool = True
     _seen: set[int] = field(default_factory=set)
@@ -249,14 +251,28 @@ class Walk:
             self._class(variable, thing, category)
         elif kind == "node":
             self._graph(variable, thing)
-        elif kind == "array":  # the collector does not see it
-            self._spread(variable, [_array_class().base.__get__(thing)], category)
+        elif kind == "array":
+            self._array(variable, thing, category)
         elif kind == "frame":
             self._frame(variable, thing, category)
         elif kind == "traceback":
             self._traceback(variable, thing, category)
         else:
             self._spread(variable, gc.get_referents(thing), kind)
+
+    def _array(self, variable: Variable, array: Any, category: str) -> None:
+        """An array of numpy, which the collector does not see: a view, of a tensor or its own."""
+        base = _array_class().base.__get__(array)
+        if base is None:
+            self.arrays.append((variable, _array_class().nbytes.__get__(array)))
+        self._spread(variable, [base], category)
+
+    def array_bytes(self) -> dict[str, int]:
+        """Bytes of the arrays of numpy that are no tensors', by the variable that holds them."""
+        found: dict[str, int] = {}
+        for variable, size in self.arrays:
+            found[variable.text] = found.get(variable.text, 0) + size
+        return found
 
     def _class(self, variable: Variable, kind: type, category: str) -> None:
         if not is_library(_file_of(kind)):

@@ -51,6 +51,8 @@ _HISTORY_LIMIT = 1_000_000
 _WORTH_ADVICE = 8
 """What takes one part in so many of the peak is worth a word."""
 
+_LARGE_ARRAYS = 16 << 20
+
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate memory")
 _REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
 
@@ -306,9 +308,11 @@ class Watch:
         oom = None
         devices: list[dict[str, Any]] = []
         fitting = self._adopted.end(ending.error) if self._adopted is not None else None
+        process = self._process.end() if self._process is not None else None
         if self._began is not None:
             self._look_for_the_last_time(ending.error)
             self._advise()
+            self._advise_outside()
             oom = self._out_of_memory(ending.error, elapsed)
             devices = self._devices(self._began)
         else:
@@ -322,7 +326,7 @@ class Watch:
             "torch_imported": self._began is not None,
             "devices": devices,
             "steps": self._step_summary(),
-            "process": self._process.end() if self._process is not None else None,
+            "process": process,
             "oom": oom,
             "fitting": fitting,
             "lease": self._room.described(),
@@ -376,6 +380,23 @@ class Watch:
                 f"`{self._all_at_once}` updates all parameters at once (`foreach=True`), and its "
                 f"step took {size} at the peak: with `foreach=False` they take turns"
             )
+
+    def _advise_outside(self) -> None:
+        """Say what grows and lies beside the tensors."""
+        from memfit import _native
+        from memfit.track.looks import LOOKS
+
+        risen = self._process.rise_bytes() if self._process is not None else 0
+        if risen:
+            size = _native.bytes_text(risen)
+            self._notes.append(
+                f"outside the tensors, memory rose by {size} all through the run: look for "
+                "Python's objects, arrays of numpy or a library that keep more and more"
+            )
+        name, array_bytes = max(LOOKS.arrays.items(), key=lambda it: it[1], default=("", 0))
+        if array_bytes >= _LARGE_ARRAYS:
+            size = _native.bytes_text(array_bytes)
+            self._notes.append(f"outside the tensors, {name} held arrays of numpy of {size}")
 
     def _devices(self, began: float) -> list[dict[str, Any]]:
         from memfit.track import record
