@@ -33,6 +33,9 @@ use serde::{Deserialize, Serialize};
 
 /// Boundaries looked at; of more, evenly spaced ones.
 const MAX_BOUNDARIES: usize = 64;
+
+/// Parts of a recording in each of which something must have been added that is not at every step.
+const PARTS: usize = 4;
 /// Growing stacks told, the fastest first.
 const MAX_GROWTH: usize = 100;
 /// Requests of at most so many bytes are single numbers.
@@ -121,7 +124,7 @@ pub(super) fn within(
     let looked_at = (boundaries.len() - 1) * stride;
     let mut rising: Vec<(String, Series)> = by_text
         .into_iter()
-        .filter(|(_, series)| rises(&series.bytes) && series.is_kept())
+        .filter(|(_, series)| series.grows(&series.bytes, steps.source) && series.is_kept())
         .collect();
     let all: Bytes = rising.iter().map(|(_, it)| Bytes(it.rise())).sum();
     rising.retain(|(_, it)| !is_setup && !it.is_filled(steps.source, judge.sites));
@@ -152,9 +155,15 @@ pub(super) fn within(
             pattern: it.pattern(keeps_graph),
         })
         .collect();
+    let every = if rising.iter().all(|(_, it)| rises(&it.bytes)) {
+        "after every step"
+    } else {
+        "after a step, on average"
+    };
     let mut found = Found {
         summary: summary(
             &growth,
+            every,
             culprit(device, &rising, judge.sites, steps, keeps_graph),
         ),
         growth,
@@ -191,6 +200,15 @@ fn is_setup(by_text: &[(String, Series)]) -> bool {
 
 fn rises(bytes: &[u64]) -> bool {
     bytes.len() >= MIN_BOUNDARIES && bytes.windows(2).all(|pair| pair[0] < pair[1])
+}
+
+/// Whether something is added every few steps, all through the recording.
+fn rises_in_parts(values: &[u64]) -> bool {
+    let steps = values.len().saturating_sub(1);
+    let at = |part: usize| values.get(part * steps / PARTS).copied();
+    steps >= 2 * PARTS
+        && values.windows(2).all(|pair| pair[0] <= pair[1])
+        && (0..PARTS).all(|part| at(part) < at(part + 1))
 }
 
 /// The bytes of every stack that holds any at a boundary, by its text.
@@ -254,6 +272,20 @@ impl Series {
         }
     }
 
+    /// Whether there is more and more of it: after every step, or, where the steps are certain and no model
+    /// or cache is filled, every few steps.
+    fn grows(&self, values: &[u64], source: StepSource) -> bool {
+        rises(values)
+            || (source != StepSource::Rhythm && !self.is_setup() && rises_in_parts(values))
+    }
+
+    const fn is_setup(&self) -> bool {
+        matches!(
+            self.category,
+            Category::Parameter | Category::KvCache | Category::Checkpoint
+        )
+    }
+
     /// Whether no more than a step's worth of what grew is gone at the end.
     fn is_kept(&self) -> bool {
         let mut last = self.bytes.iter().rev();
@@ -267,16 +299,12 @@ impl Series {
     fn is_filled(&self, source: StepSource, sites: &Sites<'_>) -> bool {
         let site = sites.get(self.stack);
         // As many blocks, each larger than the one before.
-        let is_replaced = !rises(&self.counts);
+        let is_replaced = !self.grows(&self.counts, source);
         let may_be_chance = site.is_in_forward() || self.bytes.len() <= MIN_REPLACED_RISES;
-        let is_setup = matches!(
-            self.category,
-            Category::Parameter | Category::KvCache | Category::Checkpoint
-        );
         self.category == Category::OptimizerState
             || site.accumulates_gradient()
             || (is_replaced && may_be_chance)
-            || (source == StepSource::Rhythm && (is_setup || self.is_private || is_replaced))
+            || (source == StepSource::Rhythm && (self.is_setup() || self.is_private || is_replaced))
     }
 
     const fn is_small(&self) -> bool {
@@ -331,7 +359,7 @@ fn culprit(
 }
 
 /// What the growth comes down to, in words.
-fn summary(growth: &[Growth], culprit: Option<String>) -> Option<String> {
+fn summary(growth: &[Growth], every: &str, culprit: Option<String>) -> Option<String> {
     let total: Bytes = growth.iter().map(|it| it.bytes_per_step).sum();
     let worst = growth.iter().map(|it| it.pattern).min()?;
     let at = culprit
@@ -339,14 +367,14 @@ fn summary(growth: &[Growth], culprit: Option<String>) -> Option<String> {
         .unwrap_or_default();
     Some(match worst {
         Pattern::KeptGraph => format!(
-            "{total} more stay after every step: activations of forward outlive it, so something keeps every \
+            "{total} more stay {every}: activations of forward outlive it, so something keeps every \
              step's autograd graph, as `total_loss += loss` does without `.item()` or `.detach()`{at}"
         ),
         Pattern::KeptScalar => format!(
-            "{total} more stay after every step: a single number a step is kept as a tensor, as a loss that \
+            "{total} more stay {every}: a single number a step is kept as a tensor, as a loss that \
              is stored or added up (`total_loss += loss`) without `.item()` or `.detach()`{at}"
         ),
-        Pattern::Kept => format!("{total} more stay after every step{at}"),
+        Pattern::Kept => format!("{total} more stay {every}{at}"),
     })
 }
 

@@ -18,7 +18,7 @@
 //! | 8 | temporary | frames of autograd's engine, dies within backward |
 //! | 9 | gradient | frames of autograd's engine, outlives backward |
 //! | 10 | KV cache | `transformers/cache_utils.py`, or a function with `kv_cache` in its name |
-//! | 10 | checkpoint | `torch.load`, `safetensors`, or transformers' own loading reads it |
+//! | 10 | checkpoint | `torch.load`, `safetensors`, transformers' own loading, or a function named `safetensors` or `weights_iterator` |
 //! | 11 | parameter | a module is built, loaded, or moved (`__init__`, `_apply`, `load_state_dict`) |
 //! | 12 | activation | a module's `forward`, or `torch.nn.functional` |
 //! | 13 | activation | let go by backward |

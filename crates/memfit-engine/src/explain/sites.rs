@@ -367,6 +367,9 @@ struct FunctionMarks {
 /// them in files of its own.
 const KV_CACHES: [&str; 3] = ["kv_cache", "kvcache", "key_value_cache"];
 
+/// Likewise of functions that read weights: a file's own reader need not be a frame of Python's.
+const LOADERS: [&str; 2] = ["safetensors", "weights_iterator"];
+
 impl FunctionMarks {
     fn of(function: &str) -> Self {
         let python = match function {
@@ -388,6 +391,9 @@ impl FunctionMarks {
         if !function.contains("::") {
             if KV_CACHES.iter().any(|name| function.contains(name)) {
                 found.marks |= mark::KV_CACHE;
+            }
+            if LOADERS.iter().any(|name| function.contains(name)) {
+                found.marks |= mark::CHECKPOINT;
             }
             return found;
         }

@@ -31,6 +31,30 @@ fn no_line_is_named_for_what_another_keeps() {
     assert_eq!(said, Some("1.0 MiB more stay after every step"));
 }
 
+/// A checkpoint, a log or a validation comes every few steps. What comes twice and no more is none.
+#[test]
+fn what_is_kept_every_few_steps_is_a_leak() {
+    for is_annotated in [true, false] {
+        for (every, last, is_named) in
+            [(3, 24, true), (5, 24, true), (3, 7, false), (12, 24, false)]
+        {
+            let device = trained(is_annotated, 24, |machine, n| {
+                let list = machine.stack(&["train.py:50 main"]);
+                if n % every == 0 && n < last {
+                    machine.malloc(MIB, 0, list);
+                }
+            });
+            assert_eq!(device.growth.len(), usize::from(is_named), "{every} {last}");
+            let said = device.growth_summary.unwrap_or_default();
+            assert_eq!(
+                said.contains("more stay after a step, on average"),
+                is_named,
+                "{said}"
+            );
+        }
+    }
+}
+
 /// Experts that are used late.
 #[test]
 fn states_and_gradients_that_come_late_are_no_leak() {

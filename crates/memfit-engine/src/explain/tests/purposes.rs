@@ -25,6 +25,13 @@ fn what_is_read_from_a_file_and_what_is_a_cache_is_told_by_the_stack() {
             Category::Checkpoint,
         ),
         (
+            &[
+                "weight_utils.py:440 safetensors_weights_iterator",
+                "model_runner.py:900 load_model",
+            ],
+            Category::Checkpoint,
+        ),
+        (
             &["cache.py:18 allocate_kv_cache", "engine.py:77 run"],
             Category::KvCache,
         ),
