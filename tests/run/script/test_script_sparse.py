@@ -94,6 +94,41 @@ def test_updates_by_sparse_gradients_are_predicted(
     assert ("a step took more in its updates, which no plan lowers" in ran.stderr) == is_over
 
 
+@pytest.mark.parametrize("budget", ["40MiB", "28MiB"])
+def test_state_that_is_there_before_the_first_update_by_rows_is_predicted(
+    tmp_path: Path, budget: str
+):
+    """Adagrad makes its state at once, and it comes back whole for such an update."""
+    ran = inline(
+        tmp_path,
+        budget,
+        """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(50_000, 64, sparse=True), nn.Flatten(), nn.Linear(512, 1)
+    )
+    of_table = torch.optim.Adagrad(model[0].parameters(), 0.1)
+    of_head = torch.optim.Adam(model[2].parameters())
+    for step in range(4):
+        loss = model(torch.randint(0, 50_000, (512, 8))).square().mean()
+        loss.backward()
+        for optimizer in (of_table, of_head):
+            optimizer.step()
+        for optimizer in (of_table, of_head):
+            optimizer.zero_grad()
+        print(repr(loss.item()), repr(model[0].weight.sum().item()))
+    """,
+        offload=str(tmp_path),
+    )
+    (loop,) = ran.loops
+    measured, predicted = loop["planned"]["peak_bytes"], loop["plan"]["predicted_peak_bytes"]
+    assert measured == pytest.approx(predicted, rel=0.001)
+    assert ("in its updates, which no plan lowers" in ran.stderr) == (budget == "28MiB")
+
+
 BAGS = """
     import torch
     from torch import nn

@@ -49,6 +49,7 @@ class UpdateNeeds:
         state_bytes: Sizes of the state of each parameter, by its ``id``.
         alone: Temporaries and traffic of the update of each parameter alone, by its ``id``.
         kind: What decides about all of that but whether there is state.
+        by_rows: Parameters with sparse gradients, by ``id``: their state comes whole.
     """
 
     first_bytes: int
@@ -56,6 +57,7 @@ class UpdateNeeds:
     state_bytes: dict[int, list[int]]
     alone: dict[int, tuple[int, int]]
     kind: tuple[Any, ...]
+    by_rows: frozenset[int] = frozenset()
 
     def one_by_one_bytes(self, optimizer: Optimizer) -> int:
         """Most bytes that the next step makes where updates come one by one.
@@ -83,7 +85,8 @@ class UpdateNeeds:
             for parameter in group["params"]:
                 if id(parameter) in self.alone:
                     of_slice = sum(self.state_bytes[id(parameter)])
-                    of_slice //= state_slices(optimizer, group, parameter)
+                    if id(parameter) not in self.by_rows:  # its gradient may be gone by now
+                        of_slice //= state_slices(optimizer, group, parameter)
                     most = max(most, of_slice + self.alone[id(parameter)][0])
         return most
 
@@ -152,7 +155,7 @@ def _learnt(optimizer: Optimizer, kind: tuple[Any, ...], tensors: _Tensors) -> U
     held = {id(parameter) for parameter in optimizer.state}
     made = sum(sum(it.state_bytes) for real, it in sparse.items() if real not in held)
     first_bytes += together_bytes - later.peak_bytes + made
-    return UpdateNeeds(first_bytes, together_bytes, state_of, alone_of, kind)
+    return UpdateNeeds(first_bytes, together_bytes, state_of, alone_of, kind, frozenset(sparse))
 
 
 def _by_rows(optimizer: Optimizer) -> dict[int, SparseUpdate]:
