@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import functools
 import gc
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,6 +143,7 @@ OF_TENSORS: dict[str, Callable[[Any], Any]] = {
     "array": lambda v: [v.numpy()],
     "part of an array": lambda v: (1, v.numpy()[3:]),
     "array in a dict": lambda v: [{"predictions": v.numpy(), "n": 1}],
+    "array of objects": lambda v: np.array([1, v, None], dtype=object)[1:],
     "exception": raised,
     "exceptions": lambda v: {"errors": [(1, raised(v))]},
 }
@@ -175,6 +178,17 @@ def test_the_traceback_of_a_deep_recursion_is_walked_through():
     found = look()
     assert any(one.variable.name == "kept" for one in found.walk.in_tracebacks)
     assert kept is not None
+
+
+def test_what_a_context_variable_holds_is_named():
+    kept: contextvars.ContextVar[Any] = contextvars.ContextVar("history")
+    value = torch.zeros(100)
+    address = value.untyped_storage().data_ptr()
+    kept.set([value])
+    del value
+    found = look()
+    assert NAMES.owner(found.owners[address]).name == "`history` (a context variable)"
+    kept.set(None)
 
 
 class SelfAttention(nn.Module):

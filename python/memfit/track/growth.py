@@ -308,13 +308,14 @@ def _summed(found: Look, tensor: Tensor, links: int) -> Cause:
 def _unknown(is_most: bool, found: Look) -> Cause:  # noqa: FBT001
     text = "most of it" if is_most else "some of it"
     if found.walk.is_complete and found.walk.graphs.is_complete:
-        message = f"{text} is held by no variable and no autograd graph of one"
+        message = f"no variable, and no autograd graph of one, was seen to hold {text}"
     else:
         message = f"who holds {text} was not seen: not every object could be looked at"
     return Cause(
         "unknown",
         message,
-        "look for a library's cache, or for objects in a cycle that `gc.collect()` would free",
+        "look for a library's cache, for objects of C that hold tensors, or for objects in a cycle "
+        "that `gc.collect()` would free",
     )
 
 

@@ -194,6 +194,8 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
             functions.append((variable, value))
         else:
             found.walk.from_variable(variable, value)
+    for variable, value in variables.of_context():
+        found.walk.from_variable(variable, value)
     for variable, value in functions:  # what they close over has names of its own
         found.walk.from_variable(variable, value)
     for variable, value in variables.of_frames(frames_of_torch, running):

@@ -262,10 +262,15 @@ class Walk:
 
     def _array(self, variable: Variable, array: Any, category: str) -> None:
         """An array of numpy, which the collector does not see: a view, of a tensor or its own."""
-        base = _array_class().base.__get__(array)
+        kind = _array_class()
+        base = kind.base.__get__(array)
         if base is None:
-            self.arrays.append((variable, _array_class().nbytes.__get__(array)))
+            self.arrays.append((variable, kind.nbytes.__get__(array)))
         self._spread(variable, [base], category)
+        if kind.dtype.__get__(array).hasobject and kind.size.__get__(array) <= _LARGE:
+            self._spread(variable, list(kind.flat.__get__(array)), category)
+        elif kind.dtype.__get__(array).hasobject:
+            self.is_complete = False
 
     def array_bytes(self) -> dict[str, int]:
         """Bytes of the arrays of numpy that are no tensors', by the variable that holds them."""

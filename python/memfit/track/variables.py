@@ -6,6 +6,7 @@ alive. Not responsible for what is reached from them (:mod:`memfit.track.reach`)
 
 from __future__ import annotations
 
+import contextvars
 import opcode
 import sys
 import threading
@@ -180,6 +181,12 @@ def of_modules(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
         for name, value in list(space.items()):
             if isinstance(name, str) and not name.startswith("__"):
                 yield Variable(name, Path(file).name, "", line), value
+
+
+def of_context() -> Iterator[tuple[Variable, Any]]:
+    """The context variables of this thread, which no module's variables lead to."""
+    for variable, value in contextvars.copy_context().items():
+        yield Variable(variable.name, "a context variable", "", 0), value
 
 
 def _is_module(frame: FrameType) -> bool:
