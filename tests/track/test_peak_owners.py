@@ -54,6 +54,22 @@ SCRIPTS = {
             optimizer.step()
             del total
     """,
+    "validated": """
+        def validate(net):
+            total = 0
+            for _ in range(12):
+                total = total + net(torch.randn(2048, 256)).square().mean()  # with gradients on
+            return float(total)
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4)])
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            for _ in range(3):
+                total = net(torch.randn(2048, 256)).square().mean()
+                total.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            validate(net)
+    """,
     "decoding": """
         def decode():
             net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
@@ -224,6 +240,13 @@ def test_what_a_checkpoint_runs_again_is_no_graph_that_no_backward_runs_through(
     owners = [one["owner"] for one in ran["checkpointed"]["peak_owners"]]
     assert owners
     assert not any("no_grad" in owner for owner in owners), owners
+
+
+def test_a_graph_that_went_without_a_backward_is_worth_a_word(notes: dict[str, list[str]]):
+    (note,) = notes["validated"]
+    assert note.startswith("the autograd graph of `total` (validated.py:")
+    assert "went without a backward" in note
+    assert notes["checkpointed"] == notes["leaves"] == []
 
 
 def test_the_function_is_named_on_whose_ctx_outputs_stay(ran: dict[str, dict[str, Any]]):

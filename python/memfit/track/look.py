@@ -81,6 +81,12 @@ class Owner:
     variable: Variable | None = None
     is_graph: bool = False
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What it is, wherever its function was when it was looked at."""
+        of = self.variable
+        return (self.name,) if of is None else (of.file, of.scope, of.name)
+
 
 class Names:
     """Owners by the numbers that the count knows them by."""
@@ -145,6 +151,14 @@ class Look:
     direct: set[int] = field(default_factory=set)
     static: set[int] = field(default_factory=set)
     temporary: str = ""
+
+    def in_graphs(self) -> dict[int, tuple[int, int]]:
+        """Owner and bytes of each block that graphs alone hold, by address."""
+        return {
+            address: (self.owners[address], self.sizes[address])
+            for address, category in self.categories.items()
+            if category == ACTIVATION and address not in self.direct
+        }
 
 
 def look(more: Sequence[Running] = ()) -> Look:

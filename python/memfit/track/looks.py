@@ -29,6 +29,7 @@ from memfit.track.backwards import BACKWARDS
 from memfit.track.cpu import Reading, Window
 from memfit.track.look import NAMES, OF_BACKWARD, OF_UPDATE, Look, Owner, is_own, look, undisturbed
 from memfit.track.owners import ACTIVATION, OTHER, TEMPORARY
+from memfit.track.unused_graphs import UnusedGraphs
 from memfit.track.variables import Running
 
 SHARE = 50
@@ -112,6 +113,7 @@ class Looks:
     Attributes:
         listeners: Called after every look.
         arrays: Bytes of arrays of numpy that a variable held at most, by its name and line.
+        unused: Graphs that went without a backward.
         problem: Why no more looks are taken; empty as long as they are.
     """
 
@@ -119,6 +121,7 @@ class Looks:
         """Take none before a window is added."""
         self.listeners: list[Callable[[], None]] = []
         self.arrays: dict[str, int] = {}
+        self.unused = UnusedGraphs()
         self.problem = ""
         self._windows: dict[Window, tuple[int, Account | None]] = {}
         self._stretch: Window | None = None
@@ -197,6 +200,8 @@ class Looks:
             if since is not None:
                 self._name_gone(found, since)
             self._has_looked = True
+            if not self._backwards:
+                self.unused.looked(found.in_graphs())
             for name, held_bytes in found.walk.array_bytes().items():
                 self.arrays[name] = max(held_bytes, self.arrays.get(name, 0))
             self.tell()
@@ -241,6 +246,8 @@ class Looks:
     def backward_begins(self) -> None:
         """Look, where backwards have raised a peak: what their graphs hold is known only now."""
         self._backward_event = _native.last_event() + 1
+        if not self._backwards and not self._is_looking:
+            self.unused.settle()
         self._backwards.append(self._backward_event)
         if self._stretch is None or self._is_looking:
             return

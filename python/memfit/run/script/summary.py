@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from memfit.run.script.script import AdoptedScript
     from memfit.track import cpu, cuda
     from memfit.track.iterations import Iterations
+    from memfit.track.looks import Account
     from memfit.track.process import ProcessMemory
 
 SCHEMA_VERSION = 1
@@ -366,6 +367,7 @@ class Watch:
                 f"no backward ran, and autograd graphs held {size} at the peak: "
                 "`with torch.no_grad():` round the forward keeps none"
             )
+        self._advise_on_unused(account)
         grows = self._iterations is not None and self._iterations.found() is not None
         if not grows and _WORTH_ADVICE * self._retained_bytes >= account.bytes > 0:
             size = _native.bytes_text(self._retained_bytes)
@@ -380,6 +382,30 @@ class Watch:
                 f"`{self._all_at_once}` updates all parameters at once (`foreach=True`), and its "
                 f"step took {size} at the peak: with `foreach=False` they take turns"
             )
+
+    def _advise_on_unused(self, account: Account) -> None:
+        """Name a graph at the peak that went without a backward, where backwards do run."""
+        from memfit import _native
+        from memfit.track.backwards import BACKWARDS
+        from memfit.track.look import NAMES
+        from memfit.track.looks import LOOKS
+
+        LOOKS.unused.settle()
+        told = " ".join(one.owner.name for one in account.holdings)
+        if not BACKWARDS.runs or BACKWARDS.keeping or "no_grad" in told:
+            return  # it is said of all, or beside the graph; one that was kept may have run through
+        # Its line is another one when it is looked at again.
+        at_peak = {one.owner.key: one.owner.name for one in account.holdings if one.owner.is_graph}
+        for unused in LOOKS.unused.found:
+            name = at_peak.get(NAMES.owner(unused.owner).key)
+            is_there = name is not None and unused.first <= account.event <= unused.last
+            if is_there and _WORTH_ADVICE * unused.bytes >= account.bytes:
+                size = _native.bytes_text(unused.bytes)
+                self._notes.append(
+                    f"{name} held {size} and went without a backward: under `torch.no_grad()` "
+                    "there is none"
+                )
+                return
 
     def _advise_outside(self) -> None:
         """Say what grows and lies beside the tensors."""
