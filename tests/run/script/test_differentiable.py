@@ -205,7 +205,8 @@ SCORES = """
 
 def test_what_ran_over_is_told_by_its_own_cause(tmp_path: Path):
     """A note about something else was named as the cause."""
-    ran = inline(tmp_path, "40MiB", SCORES, offload=str(tmp_path))
+    no_overflow = ("--forbid", "offload_parameters")
+    ran = inline(tmp_path, "40MiB", SCORES, offload=str(tmp_path), fitting=no_overflow)
     (loop,) = ran.loops
     assert loop["notes"]
     assert "got no backward" in ran.fitting["verdict"]["why"]

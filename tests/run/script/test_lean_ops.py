@@ -55,7 +55,7 @@ def test_a_batch_that_normalisation_mixes_trains_with_less_scratch(tmp_path: Pat
     assert ran.report["fitting"]["verdict"]["kept"], ran.stderr
     assert "results stay bitwise equal" not in ran.stderr
     (tmp_path / "exact").mkdir()
-    exact = inline(tmp_path / "exact", "16MiB", NET, **options)
+    exact = inline(tmp_path / "exact", "16MiB", NET)
     assert IN_PIECES not in exact.loops[0]["notes"]
     assert not exact.report["fitting"]["verdict"]["kept"]
 

@@ -346,14 +346,14 @@ def test_modules_inside_a_model_that_trains_are_not_listed(tmp_path: Path):
 
 def test_strict_stops_before_a_step_that_no_plan_fits(tmp_path: Path):
     steps = "    for rows in (64, 64, 2048, 2048): step(rows)"
-    ran = _strict(tmp_path / "run", "13MiB", textwrap.dedent(STEPS + steps))
+    ran = _strict(tmp_path / "run", "13MiB", textwrap.dedent(STEPS + steps), "--no-offload")
     assert ran.code == 74
     assert len(ran.stdout.splitlines()) >= 2, "the small ones ran"
 
 
 def test_strict_says_what_was_refused_before_any_plan(tmp_path: Path):
     steps = "    for _ in range(3): step(2048)"
-    ran = _strict(tmp_path / "run", "4MiB", textwrap.dedent(STEPS + steps))
+    ran = _strict(tmp_path / "run", "4MiB", textwrap.dedent(STEPS + steps), "--no-offload")
     assert ran.code == 74
     assert "memfit: stopped before the budget of 4.0 MiB would be exceeded: " in ran.stderr
     assert " were asked for with " in ran.stderr

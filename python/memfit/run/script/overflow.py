@@ -23,6 +23,9 @@ _PART_FOR_SMALL_BLOCKS = 1 / 64
 _PART_OF_DISK = 1 / 2
 """Of what was free, at most so much is taken."""
 
+_KINDS = frozenset(("offload", "offload_optimizer", "offload_parameters"))
+"""Where one of them is forbidden, nothing else goes to files either."""
+
 
 class Overflow:
     """Files for what a script's steps have no room for."""
@@ -34,6 +37,8 @@ class Overflow:
             request: Where files may be.
         """
         self._request = request
+        # A block does not tell what it will hold.
+        self._is_forbidden = not _KINDS.isdisjoint(request.options.forbid)
         self._folder = ""
         self._most_bytes = 0
 
@@ -45,7 +50,7 @@ class Overflow:
             device: Where the pass runs.
             is_planned: Whether it runs by a plan, which leaves room for all that it takes.
         """
-        if not budget_bytes or device.type != "cpu":
+        if not budget_bytes or device.type != "cpu" or self._is_forbidden:
             return
         if not self._most_bytes:
             self._folder = folder_of_files(self._request)
