@@ -8,11 +8,11 @@
 //! Responsible for installing that and for the numbers. Not responsible for what a block holds, which
 //! only Python can know ([`label`]), nor for words about it.
 //!
-//! Invariants: without a budget every call of libc10 reaches the function it was meant for, with its own
-//! arguments and result; with one, what blocks take, those kept for the next requests included, never
-//! exceeds it, whatever threads do; the hooks stay for the life of the process, since blocks they have
-//! counted may be freed at any time; all threads of the process count; a forked child counts on from
-//! its parent's numbers, within its parent's budget.
+//! Invariants: without a budget, and without files for what lacks room, every call of libc10 reaches the
+//! function it was meant for, with its own arguments and result; with a budget, what blocks take, those kept
+//! for the next requests included, never exceeds it, whatever threads do; the hooks stay for the life of the
+//! process, since blocks they have counted may be freed at any time; all threads of the process count; a
+//! forked child counts on from its parent's numbers, within its parent's budget.
 
 mod alarm;
 #[cfg(all(
