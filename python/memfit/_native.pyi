@@ -1187,4 +1187,4 @@ def set_overflow(folder: str, limit_bytes: int, most_bytes: int) -> None:
     """
 
 def overflow_peak_bytes() -> int:
-    """The most bytes of such blocks at once."""
+    """The most bytes of such blocks at once since :func:`set_overflow` was last called."""

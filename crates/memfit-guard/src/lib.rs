@@ -244,7 +244,7 @@ mod counting {
         }
     }
 
-    /// The most bytes of such blocks at once.
+    /// The most bytes of such blocks at once since that was last asked for.
     #[must_use]
     pub fn overflow_peak_bytes() -> u64 {
         state().overflow.peak_bytes()

@@ -58,13 +58,15 @@ impl Overflow {
         }
     }
 
-    /// Has blocks go to files of a folder where more than `limit_bytes` would be live in memory.
+    /// Has blocks go to files of a folder where more than `limit_bytes` would be live in memory; a new peak
+    /// begins.
     pub(crate) fn begin(&mut self, folder: CString, limit_bytes: u64, most_bytes: u64) {
         self.place = Some(Place {
             folder: folder.into(),
             limit_bytes,
             most_bytes,
         });
+        self.peak_bytes = self.bytes;
         IS_ON.store(true, Ordering::Relaxed);
     }
 
@@ -95,7 +97,7 @@ impl Overflow {
         Some(Mapped { address, length })
     }
 
-    /// The most bytes that lay in files at once.
+    /// The most bytes that lay in files at once since the last begin.
     pub(crate) const fn peak_bytes(&self) -> u64 {
         self.peak_bytes
     }
@@ -199,6 +201,10 @@ mod tests {
         assert!(overflow.take(address + 1).is_none());
         overflow.take(address).unwrap().unmap();
         assert!(overflow.take(address).is_none());
+        assert_eq!(overflow.peak_bytes(), 4 * page_bytes() as u64);
+        overflow.begin(folder(), 0, 0);
+        assert_eq!(overflow.peak_bytes(), 0);
+        overflow.end();
         assert_eq!((overflow.bytes, overflow.blocks.len()), (0, 0));
     }
 

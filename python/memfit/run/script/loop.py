@@ -38,6 +38,7 @@ from memfit.run.script.model_refusals import are_lent, model_refusal
 from memfit.run.script.need import NeedOfRoom
 from memfit.run.script.observed import Observation
 from memfit.run.script.outside import Outside
+from memfit.run.script.overflow import may_hold
 from memfit.run.script.passes import Count, Kind, ObservedPass, Pass, PlannedPass
 from memfit.run.script.place import chosen, strays_to
 from memfit.run.script.placing import Placing, updated_by
@@ -411,7 +412,9 @@ class Loop:
 
     def _require_fits(self, planned: PlannedStep, outside: int) -> None:
         """End a script that is held to its budget before a step that would not keep it."""
-        if self._strict is not None and not (planned.left or planned.keeps_as_recorded):
+        if self._strict is None or may_hold(self._request, self.device):
+            return
+        if not (planned.left or planned.keeps_as_recorded):
             ways = remedies(self._request, planned, self.budget.within(), outside)
             self._strict.require(planned.plan, ways)
 
@@ -471,6 +474,7 @@ class Loop:
                 planned.passing_bytes = sum(size for ref, size in left.items() if ref() is None)
 
         running = PlannedPass(self.device, executor, planned.root_calls, forward_ended)
+        running.fits = planned.plan.fits
         running.undoes = planned.undoes
         self._checkpoints.begin_pass(undoes=planned.undoes)
         if executor.remat is not None and planned.tells_little_of(key):

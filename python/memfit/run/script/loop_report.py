@@ -178,9 +178,8 @@ def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dic
         else max(plan.planned.predicted_peak_bytes - more, update_bytes),
         # With what is kept free it does not fit; without, it is no reason why.
         "minimum_peak_bytes": None if plan.fits or lowest <= plan.budget_bytes else lowest,
-        # With files for what lacks room nobody knows how little would do.
         "minimum_budget_bytes": None
-        if plan.fits or _native.overflow_peak_bytes()
+        if plan.fits
         else max(_least_budget_bytes(loop, plan, planned), update_bytes, between_bytes),
         "predicted_step_ratio": plan.predicted_step_ratio,
         "may_round": any(it.step.may_round for it in loop.plans),

@@ -18,13 +18,25 @@ from memfit.run.script.place import folder_of_files
 from memfit.run.script.request import FitRequest
 
 _PART_FOR_SMALL_BLOCKS = 1 / 64
-"""Part of the budget that steps without a plan leave to blocks too small for files."""
+"""Part of the budget that steps without a plan that fits leave to blocks too small for files."""
 
 _PART_OF_DISK = 1 / 2
 """Of what was free, at most so much is taken."""
 
 _KINDS = frozenset(("offload", "offload_optimizer", "offload_parameters"))
 """Where one of them is forbidden, nothing else goes to files either."""
+
+
+def may_hold(request: FitRequest, device: torch.device) -> bool:
+    """Whether steps that no plan fits may have files for what they lack room for.
+
+    Args:
+        request: Where files may be.
+        device: Where they run.
+    """
+    # A block does not tell what it will hold.
+    is_forbidden = not _KINDS.isdisjoint(request.options.forbid)
+    return device.type == "cpu" and not is_forbidden and bool(folder_of_files(request))
 
 
 class Overflow:
@@ -37,36 +49,39 @@ class Overflow:
             request: Where files may be.
         """
         self._request = request
-        # A block does not tell what it will hold.
-        self._is_forbidden = not _KINDS.isdisjoint(request.options.forbid)
         self._folder = ""
-        self._most_bytes = 0
+        self._most_bytes = self._peak_bytes = 0
 
-    def pass_begins(self, budget_bytes: int, device: torch.device, *, is_planned: bool) -> None:
+    def pass_begins(self, budget_bytes: int, device: torch.device, *, fits: bool) -> None:
         """Have what lacks room in files from now on, on the CPU.
 
         Args:
             budget_bytes: The budget; 0 while nobody knows it, and nothing is done.
             device: Where the pass runs.
-            is_planned: Whether it runs by a plan, which leaves room for all that it takes.
+            fits: Whether it runs by a plan that leaves room for all that it takes.
         """
-        if not budget_bytes or device.type != "cpu" or self._is_forbidden:
+        if not (budget_bytes and may_hold(self._request, device)):
             return
-        if not self._most_bytes:
+        if not self._folder:
             self._folder = folder_of_files(self._request)
-            if not self._folder:
-                return
             self._most_bytes = int(shutil.disk_usage(Path(self._folder)).free * _PART_OF_DISK)
-        kept_free = 0 if is_planned else int(budget_bytes * _PART_FOR_SMALL_BLOCKS)
+        self.pass_ended()  # and what ran since
+        kept_free = 0 if fits else int(budget_bytes * _PART_FOR_SMALL_BLOCKS)
         _native.set_overflow(self._folder, budget_bytes - kept_free, self._most_bytes)
+
+    def pass_ended(self) -> int:
+        """Most bytes that were in files at once since the pass began: it asked for so much more."""
+        peak_bytes = _native.overflow_peak_bytes()
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        return peak_bytes
 
     def end(self) -> list[str]:
         """Make no more files; what is said of those that there were."""
+        self.pass_ended()
         _native.set_overflow("", 0, 0)
-        peak_bytes = _native.overflow_peak_bytes()
-        if not peak_bytes:
+        if not self._peak_bytes:
             return []
-        size = _native.bytes_text(peak_bytes)
+        size = _native.bytes_text(self._peak_bytes)
         where = f"files in `{self._folder}`, {size} at most"
         return [
             f"what single ops ask for beyond the budget is in {where}; `--no-offload` forbids it"

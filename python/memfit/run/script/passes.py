@@ -55,9 +55,11 @@ class Pass:
         in_forward: Whether backward has not begun.
         undoes: Whether the script's checkpoints are undone in it.
         departure: Why it runs unplanned, or where it has left its plan; empty if it has not.
+        fits: Whether it runs by a plan that keeps the budget.
     """
 
     kind: Kind = "unplanned"
+    fits = False
 
     undoes = False
 

@@ -255,8 +255,7 @@ class AdoptedScript:
         recorder = recorder_of(self._current)
         if recorder is not None:
             recorder.lean = loop.lean_backward
-        is_planned = running.kind == "planned"
-        self._overflow.pass_begins(self._kept.budget_bytes, loop.device, is_planned=is_planned)
+        self._overflow.pass_begins(self._kept.budget_bytes, loop.device, fits=running.fits)
         self._files.gradients_wait(loop, running, recorder)
         self._uses.forward_begins(self._loops)
 
@@ -643,7 +642,7 @@ class AdoptedScript:
             self._files.pass_ended(is_observed=isinstance(current.running, ObservedPass))
             self._in_pieces.close()
             loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
-            loop.passed(kind, peak)
+            loop.passed(kind, peak + self._overflow.pass_ended())
             self._kept.ended(Over(kind, peak, *loop.why_over(current.running, peak)))
             self._kept.pass_ended(loop.device)
             self._watch_uses()
