@@ -54,7 +54,7 @@ __all__ = [
     "mark_allocations",
     "on_alarm",
     "oom_messages",
-    "overflow_peak_bytes",
+    "overflow_peaks",
     "parse_budget",
     "place",
     "plan",
@@ -1186,5 +1186,8 @@ def set_overflow(folder: str, limit_bytes: int, most_bytes: int) -> None:
         most_bytes: What lies in files at most; beyond that, memory is taken.
     """
 
-def overflow_peak_bytes() -> int:
-    """The most bytes of such blocks at once since :func:`set_overflow` was last called."""
+def overflow_peaks() -> tuple[int, int]:
+    """Most bytes of such blocks at once since :func:`set_overflow` was last called.
+
+    And the most that were live when one came, in memory and in files.
+    """

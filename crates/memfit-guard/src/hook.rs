@@ -208,7 +208,7 @@ fn in_file(bytes: usize) -> Option<usize> {
         block.unmap();
         return None;
     }
-    state.overflow.add(&block);
+    state.overflow.add(&block, live_bytes);
     Some(address)
 }
 

@@ -244,10 +244,11 @@ mod counting {
         }
     }
 
-    /// The most bytes of such blocks at once since that was last asked for.
+    /// The most bytes of such blocks at once since that was last asked for, and the most that were live
+    /// when one came, in memory and in files.
     #[must_use]
-    pub fn overflow_peak_bytes() -> u64 {
-        state().overflow.peak_bytes()
+    pub fn overflow_peaks() -> (u64, u64) {
+        state().overflow.peaks()
     }
 
     /// Says whom to wake when the alarm rings: called on the thread that allocates, which may hold any
@@ -491,10 +492,10 @@ mod counting {
     /// Does nothing.
     pub fn set_overflow(_: &str, _: u64, _: u64) {}
 
-    /// Zero.
+    /// Zeros.
     #[must_use]
-    pub fn overflow_peak_bytes() -> u64 {
-        0
+    pub fn overflow_peaks() -> (u64, u64) {
+        (0, 0)
     }
 
     /// Does nothing.
@@ -627,7 +628,7 @@ mod counting {
 pub use counting::{
     add, alarm_event, born, change_budget, close_window, current_bytes, forget_refusal, install,
     is_counted, label, label_gone, last_event, last_refusal, lift_budget, on_alarm, open_window,
-    overflow_peak_bytes, put_alarm_off, read_window, refusals, refused_bytes, release_kept, remove,
+    overflow_peaks, put_alarm_off, read_window, refusals, refused_bytes, release_kept, remove,
     resident_bytes, restart_window, seed, set_alarm, set_budget, set_mark, set_overflow, survivors,
     taken_bytes, uncounted_blocks, window_peak,
 };

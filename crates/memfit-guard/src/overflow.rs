@@ -46,6 +46,8 @@ pub(crate) struct Overflow {
     blocks: BTreeMap<usize, usize>,
     bytes: u64,
     peak_bytes: u64,
+    /// The most that was live when one came, in memory and in files.
+    asked_bytes: u64,
 }
 
 impl Overflow {
@@ -55,6 +57,7 @@ impl Overflow {
             blocks: BTreeMap::new(),
             bytes: 0,
             peak_bytes: 0,
+            asked_bytes: 0,
         }
     }
 
@@ -66,7 +69,7 @@ impl Overflow {
             limit_bytes,
             most_bytes,
         });
-        self.peak_bytes = self.bytes;
+        (self.peak_bytes, self.asked_bytes) = (self.bytes, 0);
         IS_ON.store(true, Ordering::Relaxed);
     }
 
@@ -84,10 +87,12 @@ impl Overflow {
         (lacks_room && has_files).then(|| Arc::clone(&place.folder))
     }
 
-    pub(crate) fn add(&mut self, block: &Mapped) {
+    /// Takes a block in, beside so many bytes that are live in memory.
+    pub(crate) fn add(&mut self, block: &Mapped, live_bytes: u64) {
         self.blocks.insert(block.address, block.length);
         self.bytes += block.length as u64;
         self.peak_bytes = self.peak_bytes.max(self.bytes);
+        self.asked_bytes = self.asked_bytes.max(live_bytes.saturating_add(self.bytes));
     }
 
     /// The block at an address, to be let go.
@@ -97,9 +102,10 @@ impl Overflow {
         Some(Mapped { address, length })
     }
 
-    /// The most bytes that lay in files at once since the last begin.
-    pub(crate) const fn peak_bytes(&self) -> u64 {
-        self.peak_bytes
+    /// The most bytes that lay in files at once since the last begin, and the most that were live when a
+    /// block came, in memory and in files.
+    pub(crate) const fn peaks(&self) -> (u64, u64) {
+        (self.peak_bytes, self.asked_bytes)
     }
 }
 
@@ -191,19 +197,20 @@ mod tests {
         let block = Mapped::new(&folder(), bytes).unwrap();
         let address = block.address;
         assert_eq!(block.length, 4 * page_bytes());
-        overflow.add(&block);
+        overflow.add(&block, 100);
         // SAFETY: just mapped, and as long.
         let held = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, bytes) };
         assert!(held.iter().all(|&byte| byte == 0));
         held.fill(7);
         assert!(held.iter().all(|&byte| byte == 7));
-        assert_eq!(overflow.peak_bytes(), 4 * page_bytes() as u64);
+        let length = 4 * page_bytes() as u64;
+        assert_eq!(overflow.peaks(), (length, length + 100));
         assert!(overflow.take(address + 1).is_none());
         overflow.take(address).unwrap().unmap();
         assert!(overflow.take(address).is_none());
-        assert_eq!(overflow.peak_bytes(), 4 * page_bytes() as u64);
+        assert_eq!(overflow.peaks().0, length);
         overflow.begin(folder(), 0, 0);
-        assert_eq!(overflow.peak_bytes(), 0);
+        assert_eq!(overflow.peaks(), (0, 0));
         overflow.end();
         assert_eq!((overflow.bytes, overflow.blocks.len()), (0, 0));
     }

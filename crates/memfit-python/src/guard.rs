@@ -41,7 +41,7 @@ functions! {
     quick fn release_kept() -> () = memfit_guard::release_kept();
     quick fn set_overflow(folder: &str, limit_bytes: u64, most_bytes: u64) -> () =
         memfit_guard::set_overflow(folder, limit_bytes, most_bytes);
-    quick fn overflow_peak_bytes() -> u64 = memfit_guard::overflow_peak_bytes();
+    quick fn overflow_peaks() -> (u64, u64) = memfit_guard::overflow_peaks();
     quick fn set_alarm(
         above_bytes: u64, later_above_bytes: u64, later_seconds: f64, later_from_event: u64
     ) -> () = memfit_guard::set_alarm(Some(Bounds::from_now(

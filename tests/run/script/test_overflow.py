@@ -111,7 +111,7 @@ del blocks, more, small
 answer(
     counted=counted, right=right, kept=kept, after=after, known=known,
     ordered=began < events[0] < events[-1], end=_native.counted_bytes() - before,
-    peak=_native.overflow_peak_bytes(),
+    peaks=_native.overflow_peaks(), limit=limit,
 )
 """
     )
@@ -119,7 +119,9 @@ answer(
     assert found["right"]
     assert found["kept"]
     assert found["counted"] == 4 * mib + 4000, "files have no more than 16 MiB: the fifth is memory"
-    assert found["peak"] == 16 * mib
+    in_files, asked = found["peaks"]
+    assert in_files == 16 * mib
+    assert asked == found["limit"] - mib // 2 + 16 * mib
     assert found["known"] == 20 * mib, "what a loop keeps is known wherever it lies"
     assert found["ordered"]
     assert found["after"] == 4 * mib, "nothing goes to files any more"

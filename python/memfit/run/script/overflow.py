@@ -70,10 +70,10 @@ class Overflow:
         _native.set_overflow(self._folder, budget_bytes - kept_free, self._most_bytes)
 
     def pass_ended(self) -> int:
-        """Most bytes that were in files at once since the pass began: it asked for so much more."""
-        peak_bytes = _native.overflow_peak_bytes()
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
-        return peak_bytes
+        """Most bytes that the pass asked for at once, where some were in files; else 0."""
+        in_files_bytes, asked_bytes = _native.overflow_peaks()
+        self._peak_bytes = max(self._peak_bytes, in_files_bytes)
+        return asked_bytes
 
     def end(self) -> list[str]:
         """Make no more files; what is said of those that there were."""
