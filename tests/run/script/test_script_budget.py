@@ -344,6 +344,18 @@ def test_modules_inside_a_model_that_trains_are_not_listed(tmp_path: Path):
     assert "ParametrizationList" not in ran.stderr
 
 
+def test_of_a_rise_outside_the_tensors_nothing_is_said_within_a_budget(tmp_path: Path):
+    """What memfit makes itself, to plan and to offload, cannot be told from the script's own."""
+    code = """
+    numbers = []
+    for _ in range(24):
+        numbers.append(list(range(10**8, 10**8 + 60_000)))
+        step(64)
+    """
+    ran = inline(tmp_path, "100MiB", STEPS + code)
+    assert "all through the run" not in ran.stderr
+
+
 def test_strict_stops_before_a_step_that_no_plan_fits(tmp_path: Path):
     steps = "    for rows in (64, 64, 2048, 2048): step(rows)"
     ran = _strict(tmp_path / "run", "13MiB", textwrap.dedent(STEPS + steps), "--no-offload")

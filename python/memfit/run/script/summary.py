@@ -412,7 +412,9 @@ class Watch:
         from memfit import _native
         from memfit.track.looks import LOOKS
 
-        risen = self._process.rise_bytes() if self._process is not None else 0
+        # What memfit makes itself, to plan and to offload, is no rise of the script's.
+        process = self._process if self._request is None else None
+        risen = process.rise_bytes() if process is not None else 0
         if risen:
             size = _native.bytes_text(risen)
             self._notes.append(
