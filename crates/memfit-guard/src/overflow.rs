@@ -135,13 +135,19 @@ impl Mapped {
     }
 }
 
-/// A new file without a name.
-#[expect(unsafe_code, reason = "opens a file")]
+/// A new file, whose name is gone at once. Not by `O_TMPFILE`, which the layered file systems of containers lack.
+#[expect(unsafe_code, reason = "makes a file")]
 fn open(folder: &CStr) -> Option<libc::c_int> {
-    let flags = libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC;
-    // SAFETY: a path that ends in a zero, and flags that take a mode.
-    let file = unsafe { libc::open(folder.as_ptr(), flags, 0o600) };
-    (file >= 0).then_some(file)
+    let mut name = [folder.to_bytes(), b"/memfit-XXXXXX\0"].concat();
+    let path = name.as_mut_ptr().cast();
+    // SAFETY: a path that ends in a zero, of which the letters before it are replaced.
+    let file = unsafe { libc::mkostemp(path, libc::O_CLOEXEC) };
+    if file < 0 {
+        return None;
+    }
+    // SAFETY: the path of the file that was just made.
+    let _done = unsafe { libc::unlink(path) };
+    Some(file)
 }
 
 #[expect(unsafe_code, reason = "maps a file")]
