@@ -436,7 +436,8 @@ thread_local! {
 
 /// Takes the lock, so that no other thread holds it at the moment the child is made.
 extern "C" fn before_fork() {
-    let guard = state();
+    let mut guard = state();
+    guard.overflow.before_fork();
     HELD.with(|held| held.borrow_mut().replace(guard));
 }
 

@@ -6,8 +6,8 @@
 //! The system writes such pages out when memory gets short, as it does with all files that it reads and writes. The
 //! file's room on the disk is taken before the block is handed out, so that no write to it can fail for want of room.
 //!
-//! Invariant: a forked child shares the pages of those that its parent made, as it does with other mapped files, and
-//! makes none itself.
+//! Invariant: a forked child has what its parent had, as with memory, and neither sees what the other writes from then
+//! on: before a fork the pages become private, and those that are written to afterwards are memory. A child makes none.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_void};
@@ -19,6 +19,9 @@ use crate::footprint::page_bytes;
 
 /// Smaller ones stay in memory: a file for each would take longer than they are worth.
 pub(crate) const LEAST_BYTES: usize = 256 << 10;
+
+/// Each keeps its file open, of which a process may have so many.
+const MOST_BLOCKS: usize = 256;
 
 /// Whether any may be made: looked at without the lock.
 static IS_ON: AtomicBool = AtomicBool::new(false);
@@ -42,8 +45,8 @@ struct Place {
 #[derive(Debug)]
 pub(crate) struct Overflow {
     place: Option<Place>,
-    /// What is mapped for each, by its address.
-    blocks: BTreeMap<usize, usize>,
+    /// By its address, what is mapped for each, and its file, as long as the pages are the file's own.
+    blocks: BTreeMap<usize, (usize, Option<libc::c_int>)>,
     bytes: u64,
     peak_bytes: u64,
     /// The most that was live when one came, in memory and in files.
@@ -83,13 +86,15 @@ impl Overflow {
     pub(crate) fn folder_for(&self, bytes: u64, live_bytes: u64) -> Option<Arc<CStr>> {
         let place = self.place.as_ref()?;
         let lacks_room = live_bytes.saturating_add(bytes) > place.limit_bytes;
-        let has_files = self.bytes.saturating_add(bytes) <= place.most_bytes;
+        let has_files =
+            self.bytes.saturating_add(bytes) <= place.most_bytes && self.blocks.len() < MOST_BLOCKS;
         (lacks_room && has_files).then(|| Arc::clone(&place.folder))
     }
 
     /// Takes a block in, beside so many bytes that are live in memory.
     pub(crate) fn add(&mut self, block: &Mapped, live_bytes: u64) {
-        self.blocks.insert(block.address, block.length);
+        self.blocks
+            .insert(block.address, (block.length, block.file));
         self.bytes += block.length as u64;
         self.peak_bytes = self.peak_bytes.max(self.bytes);
         self.asked_bytes = self.asked_bytes.max(live_bytes.saturating_add(self.bytes));
@@ -97,9 +102,23 @@ impl Overflow {
 
     /// The block at an address, to be let go.
     pub(crate) fn take(&mut self, address: usize) -> Option<Mapped> {
-        let length = self.blocks.remove(&address)?;
+        let (length, file) = self.blocks.remove(&address)?;
         self.bytes -= length as u64;
-        Some(Mapped { address, length })
+        Some(Mapped {
+            address,
+            length,
+            file,
+        })
+    }
+
+    /// Has this process, and a child that is about to be forked, each see what it writes itself.
+    pub(crate) fn before_fork(&mut self) {
+        for (&address, (length, file)) in &mut self.blocks {
+            if let Some(open) = file.take() {
+                make_private(address, *length, open);
+                close(open);
+            }
+        }
     }
 
     /// The most bytes that lay in files at once since the last begin, and the most that were live when a
@@ -114,6 +133,7 @@ impl Overflow {
 pub(crate) struct Mapped {
     pub(crate) address: usize,
     length: usize,
+    file: Option<libc::c_int>,
 }
 
 impl Mapped {
@@ -122,9 +142,15 @@ impl Mapped {
         let length = bytes.checked_next_multiple_of(page_bytes())?;
         let size = libc::off_t::try_from(length).ok()?;
         let file = open(folder)?;
-        let address = map(file, size, length);
-        close(file); // the mapping keeps it
-        address.map(|address| Self { address, length })
+        let Some(address) = map(file, size, length) else {
+            close(file);
+            return None;
+        };
+        Some(Self {
+            address,
+            length,
+            file: Some(file),
+        })
     }
 
     /// Lets it go, and the file with it.
@@ -132,6 +158,9 @@ impl Mapped {
     pub(crate) fn unmap(self) {
         // SAFETY: mapped by this module, and torch gave the block to be freed: nothing else has it.
         let _done = unsafe { libc::munmap(self.address as *mut c_void, self.length) };
+        if let Some(file) = self.file {
+            close(file);
+        }
     }
 }
 
@@ -160,6 +189,18 @@ fn map(file: libc::c_int, size: libc::off_t, length: usize) -> Option<usize> {
     // SAFETY: pages where the system likes, of a file of our own that is as long.
     let address = unsafe { libc::mmap(ptr::null_mut(), length, may, libc::MAP_SHARED, file, 0) };
     (address != libc::MAP_FAILED).then_some(address as usize)
+}
+
+/// Puts private pages of a file in the place of shared ones: the same bytes, copied when they are written to.
+#[expect(unsafe_code, reason = "maps a file")]
+fn make_private(address: usize, length: usize, file: libc::c_int) {
+    let (may, how) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_FIXED,
+    );
+    // SAFETY: exactly the pages that `map` gave for this file, which show the same bytes before and after. Where the
+    // system refuses, they stay as they were.
+    let _same = unsafe { libc::mmap(address as *mut c_void, length, may, how, file, 0) };
 }
 
 #[expect(unsafe_code, reason = "closes a file")]

@@ -128,22 +128,26 @@ answer(
     assert found["end"] == 0
 
 
-def test_a_forked_child_makes_none():
+def test_a_forked_child_makes_none_and_neither_sees_what_the_other_writes():
     found = alone(
         BLOCKS
         + """
 block = torch.full((4 * MIB,), 7, dtype=torch.uint8)
-reading, writing = os.pipe()
+(reading, writing), (waiting, going) = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:
+    os.read(waiting, 1)
     mine = torch.zeros(4 * MIB, dtype=torch.uint8)
     seen = bool((block == 7).all())
-    del block
+    block.fill_(9)
     os.write(writing, json.dumps([_native.counted_bytes() - before, seen]).encode())
     os._exit(0)
+block[: 2 * MIB].fill_(8)
+os.write(going, b"1")
 os.waitpid(child, 0)
 in_child, seen = json.loads(os.read(reading, 100))
-answer(in_child=in_child, seen=seen, here=bool((block == 7).all()))
+here = bool((block[: 2 * MIB] == 8).all() and (block[2 * MIB :] == 7).all())
+answer(in_child=in_child, seen=seen, here=here)
 """
     )
     assert found == {"in_child": 4 << 20, "seen": True, "here": True}
