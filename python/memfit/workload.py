@@ -140,7 +140,7 @@ def _refuse_compiled(model: nn.Module) -> None:
     """Refuse what no op can be followed in."""
     for name, module in model.named_modules():
         what = f"`{name}` of the model" if name else "`model`"
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise UsageError(
                 f"{what} is run by TorchScript\n"
                 "hint: give the module that it was scripted or traced from"

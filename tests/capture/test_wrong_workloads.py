@@ -61,6 +61,12 @@ def test_a_model_whose_ops_cannot_be_followed(net, said):
         memfit.Workload(net(), BATCH)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_scripted_part_without_parameters_can_be_followed():
+    load = memfit.Workload(nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.GELU())), BATCH)
+    assert memfit.predict(load).predicted_peak_bytes > 0
+
+
 @pytest.mark.parametrize("loss", [lambda outputs: outputs.mean(), lambda a, b, c: a, "mse"])
 def test_a_loss_that_cannot_be_called(loss):
     with pytest.raises(UsageError, match=r"^`loss` (is called with|must be callable)"):

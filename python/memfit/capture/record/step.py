@@ -163,7 +163,7 @@ class StepRunner:
     def _leave_out_state(self, optimizer: Optimizer) -> None:
         """Count no state of what got no gradient: it is made with the first one.
 
-        So long, state was there for all: nobody knew which would get one.
+        Until backward has run, state was counted for all: which get a gradient was not known.
         """
         idle = [p for p in self.stage.trainable() if p.grad is None] * self.stage.state_is_lazy
         own = [a for p in idle for a in self._own_state.get(id(p), [])]

@@ -56,7 +56,7 @@ class Overflow:
         """Have what lacks room in files from now on, on the CPU.
 
         Args:
-            budget_bytes: The budget; 0 while nobody knows it, and nothing is done.
+            budget_bytes: The budget; with 0, as long as it is not known, nothing is done.
             device: Where the pass runs.
             fits: Whether it runs by a plan that leaves room for all that it takes.
         """
