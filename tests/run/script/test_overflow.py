@@ -1,4 +1,4 @@
-"""Ops that take more than the budget alone: what they ask for is in files, the numbers the same."""
+"""What nothing else has room for, as ops that take more than the budget alone: it is in files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GRAPH = """
 """
 """Of 7.3 MiB for the messages of 30,000 edges there are two at the peak, and no plan has less."""
 
-SAID = "what single ops ask for beyond the budget is in files"
+SAID = "what nothing else has room for is in files"
 
 
 def test_a_graph_network_keeps_a_budget_below_what_its_messages_take(tmp_path: Path):
@@ -79,6 +79,43 @@ def test_what_fits_by_a_plan_makes_no_such_files(tmp_path: Path):
     assert ran.fitting["verdict"]["kept"]
     assert ran.loops[0]["plan"]["fits"]
     assert SAID not in ran.stderr
+
+
+COPY = """
+    import copy
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    backbone = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]).requires_grad_(False)
+    head = nn.Linear(512, 10)
+    best = copy.deepcopy(backbone.state_dict())
+    x = torch.randn(64, 512)
+    TRAIN
+    for name, tensor in backbone.state_dict().items():
+        assert torch.equal(tensor, best[name])
+    print(sum(tensor.double().sum().item() for tensor in best.values()))
+"""
+TRAIN = """
+    model = nn.Sequential(backbone, head)
+    optimizer = torch.optim.Adam(head.parameters())
+    for _ in range(4):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+"""
+"""A copy of 8.0 MiB of weights, made before the first step or without any."""
+
+
+@pytest.mark.parametrize("train", [TRAIN, ""])
+def test_what_is_made_before_the_first_step_goes_to_files_too(tmp_path: Path, train: str):
+    ran = inline(tmp_path, "12MiB", COPY.replace("    TRAIN\n", train), offload="chosen")
+    verdict = ran.fitting["verdict"]
+    assert verdict["kept"], ran.stderr
+    assert verdict["peak_bytes"] <= 12 << 20
+    assert SAID in ran.stderr
 
 
 BLOCKS = """

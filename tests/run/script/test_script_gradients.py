@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from ran import assert_within_budget, inline
 
-from memfit.run.script.script import BY_HAND
-
 NET = """
     import torch
     from torch import nn
@@ -17,7 +15,6 @@ NET = """
     width = 64
     class Penalty(nn.Sequential): pass
     class Attacked(nn.Sequential): pass
-    class ByHand(nn.Sequential): pass
 
     def train(kind, loss_of):
         layers = [layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh())]
@@ -67,24 +64,60 @@ def test_gradients_on_the_way_are_part_of_the_forward(tmp_path: Path):
         assert (loop["planned"]["steps"], loop["unplanned"]["steps"]) == (planned_steps, 0)
 
 
-def test_gradients_that_the_script_puts_in_place_itself_are_named(tmp_path: Path):
-    ran = inline(
-        tmp_path,
-        "70%",
-        NET
-        + """
-    def by_hand(model, x):
-        loss = model(x).square().mean()
-        parameters = list(model.parameters())
+BY_HAND = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters) if "STEP" == "put_in_place" else None
+
+    def descended(gradients, slopes=1.0):
+        with torch.no_grad():
+            for p, gradient in zip(parameters, gradients):
+                p.sub_(0.1 * slopes * gradient)
+
+    def asked(loss):
+        descended(torch.autograd.grad(loss, parameters))
+
+    def put_in_place(loss):
         for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
             p.grad = gradient
-        return loss
+        optimizer.step()
+        optimizer.zero_grad()
 
-    train(ByHand, by_hand)
-    """,
-    )
-    assert "`ByHand` runs unplanned: it asks autograd for gradients" in ran.stderr
-    assert all(loop["planned"]["steps"] == 0 for loop in ran.loops)
+    def curved(loss):
+        \"\"\"As AdaHessian has it.\"\"\"
+        loss.backward(create_graph=True)
+        gradients = [p.grad for p in parameters]
+        descended(torch.autograd.grad(gradients, parameters, list(map(torch.ones_like, gradients))))
+        for p in parameters:
+            p.grad = None
+
+    x = torch.randn(1024, 128)
+    for step in range(6):
+        loss = model(x).square().mean()
+        STEP(loss)
+        print(repr(loss.item()), repr(sum(p.double().sum().item() for p in parameters)))
+        del loss
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("step", ["asked", "put_in_place", "curved"])
+def test_steps_that_ask_for_the_gradients_of_their_parameters_are_planned(
+    tmp_path: Path, step: str
+):
+    ran = inline(tmp_path, "75%", BY_HAND.replace("STEP", step), offload="chosen")
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    plan = loop["plan"]
+    # Nothing that a second derivative needs is computed again: it goes to files.
+    assert plan["fits"] == (step != "curved")
+    assert loop["planned"]["peak_bytes"] <= plan["budget_bytes"] < plan["unplanned_peak_bytes"]
+    assert loop["planned"]["steps"] >= 4
 
 
 def test_a_test_that_adapts_by_hand_leaves_the_steps_planned(tmp_path: Path):
@@ -114,7 +147,6 @@ def test_a_test_that_adapts_by_hand_leaves_the_steps_planned(tmp_path: Path):
     )
     (loop,) = ran.loops
     assert loop["refusal"] is None
-    assert BY_HAND in loop["notes"]
     assert loop["observed"]["steps"] + loop["planned"]["steps"] == 8
     assert_within_budget(loop)
 

@@ -1,8 +1,9 @@
-"""Memory in files where a step lacks room that nothing else gives.
+"""Memory in files where a script lacks room that nothing else gives.
 
-A single large op may take more than a budget: its result, or what it computes with. What torch asks
-for then comes from a file on a disk in place of memory: the same numbers, later. The system writes
-its pages out when memory gets short. Responsible for from when on that is done, and for how much.
+A single large op may take more than a budget: its result, or what it computes with; and so may the
+models that are made before the first step. What torch asks for then comes from a file on a disk in
+place of memory: the same numbers, later. The system writes its pages out when memory gets short.
+Responsible for from when on that is done, and for how much.
 Not responsible for the blocks (``memfit-guard``), nor for what plans have in files.
 """
 
@@ -40,7 +41,7 @@ def may_hold(request: FitRequest, device: torch.device) -> bool:
 
 
 class Overflow:
-    """Files for what a script's steps have no room for."""
+    """Files for what a script has no room for."""
 
     def __init__(self, request: FitRequest) -> None:
         """Make no file yet.
@@ -51,6 +52,15 @@ class Overflow:
         self._request = request
         self._folder = ""
         self._most_bytes = self._peak_bytes = 0
+
+    def begin(self, budget_bytes: int) -> None:
+        """Have what lacks room before the first pass in files, where that will not be on a GPU.
+
+        Args:
+            budget_bytes: The budget; 0 as long as it is not known.
+        """
+        if not torch.cuda.is_available():
+            self.pass_begins(budget_bytes, torch.device("cpu"), fits=False)
 
     def pass_begins(self, budget_bytes: int, device: torch.device, *, fits: bool) -> None:
         """Have what lacks room in files from now on, on the CPU.
@@ -83,6 +93,4 @@ class Overflow:
             return []
         size = _native.bytes_text(self._peak_bytes)
         where = f"files in `{self._folder}`, {size} at most"
-        return [
-            f"what single ops ask for beyond the budget is in {where}; `--no-offload` forbids it"
-        ]
+        return [f"what nothing else has room for is in {where}; `--no-offload` forbids it"]

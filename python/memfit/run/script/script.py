@@ -66,9 +66,6 @@ from memfit.track.steps import STEPS
 _WORTH_A_LOOK = 3
 """What the script takes between steps is seen where this part of the budget is live, and above."""
 
-BY_HAND = "`torch.autograd.grad` outside of its steps: nothing is planned there"
-"""What is said at the end of a loop whose steps are planned all the same."""
-
 
 class AdoptedScript:
     """What ``memfit run --budget`` does to a script."""
@@ -144,6 +141,7 @@ class AdoptedScript:
         self._signals.install()
         self._kept.pass_ended(torch.device("cpu"))
         self._hold(torch.device("cpu"))
+        self._overflow.begin(self._kept.budget_bytes)
         self._checkpoints.install()
         BEFORE_RETURN.append(self._files.parameter_returns)
         self._watch_uses()
@@ -319,7 +317,7 @@ class AdoptedScript:
         """End the forward of the pass; until backward has run, what is elsewhere is in use.
 
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
-        Those of the model's parameters that are asked for after a backward are part of backward.
+        Those of the model's parameters are a backward, whoever makes the updates.
         """
         keep_weights(lambda: folder_of_files(self._request))
         self._of_others.pause()
@@ -332,8 +330,8 @@ class AdoptedScript:
                 self._files.gradients.backward_begins(None)
             else:
                 self._files.gradients.backward_begins(recorder.moves, recorder.gradients.adding)
-        if accumulates or (of_parameters and not creates_graph):
-            self._forward_ended(accumulates=accumulates, creates_graph=creates_graph)
+        if (accumulates or of_parameters) and not creates_graph:
+            self._forward_ended()
         elif self._current is not None:
             self._current.running.asks_for_gradients()
             self._current.loop.differentiates_more = True
@@ -346,19 +344,9 @@ class AdoptedScript:
                 # On top: it counts who has a gradient where torch's engine calls.
                 self._in_place.enter_context(lean.planned())
 
-    def _forward_ended(self, *, accumulates: bool, creates_graph: bool) -> None:
+    def _forward_ended(self) -> None:
         current = self._current
         if current is None:
-            return
-        is_by_hand = not accumulates and current.running.in_forward
-        if is_by_hand or creates_graph:
-            self._end_pass()
-            if current.loop.has_stepped and not creates_graph:
-                current.loop.notes[BY_HAND] = None  # its steps are others, as where a test adapts
-            else:
-                self._refuse(
-                    current.loop, "it asks autograd for gradients as part of its computation"
-                )
             return
         if current.running.in_forward and current.wanted.is_nothing():
             current.loop.differentiates_more = True
@@ -525,8 +513,11 @@ class AdoptedScript:
         self._parameter_uses.leave()
         for loop in self._loops:
             loop.end()
-        for loop in self._loops[:1]:
-            loop.notes.update(dict.fromkeys((*self._untrained.notes(), *self._overflow.end())))
+        for note in (*self._untrained.notes(), *self._overflow.end()):
+            if self._loops:
+                self._loops[0].notes[note] = None
+            else:
+                self._say(note)
         verdict = self._kept.verdict()
         over = verdict is not None and not verdict["kept"]
         return {
