@@ -303,8 +303,9 @@ impl Planner<'_> {
                 .iter()
                 .map(Outcome::bound_seconds)
                 .fold(f64::INFINITY, f64::min);
-            plan.lower_bound_ratio = least.min(outcome.seconds(candidate)) / step;
-            plan.stop_reason = stop_reason(outcome, outcome.seconds(candidate), least);
+            let seconds = outcome.seconds_unwatched(candidate);
+            plan.lower_bound_ratio = least.min(seconds) / step;
+            plan.stop_reason = stop_reason(outcome, seconds, least);
         } else {
             plan.verdict = Verdict::DoesNotFit;
             self.explain_infeasible(plan, &outcomes);

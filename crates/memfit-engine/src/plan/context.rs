@@ -6,10 +6,12 @@
 
 use super::bound::bound::Bound;
 use super::document::StopReason;
+use super::executor;
 use super::promise::Class;
 use super::request::PlanRequest;
 use super::search::limits::Share;
 use super::search::problem::Candidate;
+use super::technique::addresses::watched_ops;
 use super::validate::InvalidPlan;
 use crate::bytes::Bytes;
 use crate::cost::{CostError, Costs};
@@ -62,8 +64,17 @@ impl Outcome {
         }
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    /// Seconds of the step by one of its plans.
+    #[expect(clippy::cast_precision_loss, reason = "ops of a step")]
     pub(super) fn seconds(&self, candidate: &Candidate) -> f64 {
+        let watched = watched_ops(&self.trace, &candidate.treatments) * self.pieces;
+        self.seconds_unwatched(candidate)
+            + watched as f64 * executor::watch_seconds(&self.trace.meta)
+    }
+
+    /// The same without those that watching takes: what the search and its bound weigh.
+    #[expect(clippy::cast_precision_loss, reason = "a handful of pieces")]
+    pub(super) fn seconds_unwatched(&self, candidate: &Candidate) -> f64 {
         self.base_seconds + candidate.added_seconds * self.pieces as f64
     }
 

@@ -17,6 +17,7 @@ mod choose;
 mod combinations;
 mod context;
 mod document;
+mod executor;
 mod front;
 mod instructions;
 mod outcomes;

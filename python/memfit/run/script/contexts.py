@@ -30,9 +30,13 @@ def occupied() -> str:
         return "runs under a dispatch mode of its own"
     if _top_saved_tensors_default_hooks(True) is not None:  # noqa: FBT003 - takes no keyword
         return "runs under saved-tensor hooks of its own"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "runs under a transform of `torch.func`"
-    return ""
+    return transform()
+
+
+def transform() -> str:
+    """The same of transforms alone."""
+    under = torch._C._functorch.peek_interpreter_stack() is not None
+    return "runs under a transform of `torch.func`" if under else ""
 
 
 def in_node() -> bool:

@@ -86,6 +86,8 @@ class Loop:
         divergence: Where a pass first left its plan; empty while none did.
         replans: Plans made after the first.
         notes: Things to say at the end.
+        in_the_way: Why the latest pass runs unplanned, where the script stands under something of
+            its own; else empty.
         differentiates_more: Whether gradients are asked for on the way, or backwards run that no
             result of a model leads to, as from what a model keeps.
         undoes: Whether the latest plan is one without the script's own checkpoints.
@@ -139,6 +141,7 @@ class Loop:
         self.divergence = ""
         self.replans = 0
         self.notes: dict[str, None] = {}
+        self.in_the_way = ""
         self.differentiates_more = False
         self.undoes = self.has_rival = self.went_in_step = False
         self.ran_by: set[str] = set()
@@ -406,8 +409,9 @@ class Loop:
         clause, is_noted = f"the script {under}" if under else "", bool(under)
         if under and self._checkpoints.inside_kept:
             clause, is_noted = self._checkpoints.around()
+        self.in_the_way = f"some steps run unplanned: {clause}" if is_noted else ""
         if is_noted:
-            self.notes[f"some steps run unplanned: {clause}"] = None
+            self.notes[self.in_the_way] = None
         return clause
 
     def _require_fits(self, planned: PlannedStep, outside: int) -> None:

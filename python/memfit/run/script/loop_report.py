@@ -23,12 +23,14 @@ def _names(loop: Loop) -> str:
 
 
 def unplanned(loop: Loop) -> str:
-    """A line about a loop that is not planned.
+    """A line about a loop that is not planned, or whose last pass is not.
 
     Args:
         loop: The loop.
     """
-    return f"{_names(loop)} runs unplanned: {loop.refusal}"
+    if loop.refusal:
+        return f"{_names(loop)} runs unplanned: {loop.refusal}"
+    return f"{_names(loop)}: {loop.in_the_way}"
 
 
 _WAYS = {"autocast": " under autocast", "chunk": " with its loss in slices"}

@@ -35,7 +35,7 @@ from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
-from memfit.run.script.contexts import in_node
+from memfit.run.script.contexts import in_node, transform
 from memfit.run.script.current_pass import CurrentPass, recorder_of
 from memfit.run.script.foreign_optimizers import ForeignOptimizers
 from memfit.run.script.frozen import FrozenAway
@@ -127,7 +127,7 @@ class AdoptedScript:
         self._overflow = Overflow(request)
         self._in_pieces, self._in_place = contextlib.ExitStack(), contextlib.ExitStack()
         self._in_update = contextlib.ExitStack()
-        self._unplanned: set[str] = set()
+        self._said: set[str] = set()
         self._evaluation = contextlib.ExitStack()
         self._untrained = UntrainedModels(request)
         self._stepping = self._uncollected = 0
@@ -175,6 +175,8 @@ class AdoptedScript:
             current = self._current
         evaluates = not torch.is_grad_enabled()
         if not evaluates and not makes_graph(module, args, kwargs):
+            if under := transform():  # what it batches asks for no gradient, as of an ensemble
+                self._say_once(f"`{type(module).__name__}` runs unplanned: the script {under}")
             return
         root, path = self._roots.of(module, self._made)
         call = Call(module, (args, kwargs), path)
@@ -247,7 +249,7 @@ class AdoptedScript:
         running = loop.begin(call, known, in_closure=self._stepping > 0)
         self._kept.resolve(loop.budget.bytes())
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
-        if loop.refusal and not was_refused:
+        if loop.in_the_way or (loop.refusal and not was_refused):
             self._say_unplanned(loop)
         self._current = CurrentPass(loop, root, call, running)
         recorder = recorder_of(self._current)
@@ -640,9 +642,11 @@ class AdoptedScript:
 
     def _say_unplanned(self, loop: Loop) -> None:
         """Say so once, of however many models that are made one after another."""
-        line = unplanned(loop)
-        if line not in self._unplanned:
-            self._unplanned.add(line)
+        self._say_once(unplanned(loop))
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
             self._say(line)
 
     def _refuse(self, loop: Loop, reason: str) -> None:

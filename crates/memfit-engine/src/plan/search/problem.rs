@@ -8,10 +8,11 @@ use super::narrow_forms::{Speed, forms};
 use super::transfers::{Offer, Schedule};
 use crate::bytes::Bytes;
 use crate::cost::Costs;
+use crate::plan::executor;
 use crate::step::{
     Evaluation, IncrementalEvaluator, Narrow, StepModel, Transfer, Treatment, Variant,
 };
-use crate::trace::{AllocationId, Meta, Op, OpIndex, Trace};
+use crate::trace::{AllocationId, Op, OpIndex, Trace};
 
 /// Which treatments the request allows.
 #[derive(Debug, Clone, Copy)]
@@ -40,19 +41,6 @@ impl Allowed<'_> {
         offer: None,
         shrink: None,
     };
-}
-
-/// What the executor itself takes for one op that runs again: to record it, find it and put its arguments together.
-/// About what a replay takes more than the op where kernels hardly count (small vision models, one core). On a GPU the
-/// kernels before it are still running then.
-const REPLAY_SECONDS: f64 = 1.5e-4;
-
-fn replay_seconds(meta: &Meta) -> f64 {
-    if meta.device_kind == "cpu" && meta.captured != "joint" {
-        REPLAY_SECONDS
-    } else {
-        0.0
-    }
 }
 
 /// The inner problem. Everything is indexed like the trace.
@@ -110,9 +98,9 @@ impl<'t> Problem<'t> {
         }
         let ids = (0..trace.allocations.len()).map(allocation_id);
         let inputs = ids.map(|id| model.inputs(id)).collect();
-        let executor = replay_seconds(&trace.meta);
+        let replay_seconds = executor::replay_seconds(&trace.meta);
         let op_seconds = (0..trace.forward_end().index())
-            .map(|op| costs.seconds(op) + executor)
+            .map(|op| costs.seconds(op) + replay_seconds)
             .collect();
         let schedule = allowed
             .offer

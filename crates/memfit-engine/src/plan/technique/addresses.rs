@@ -116,11 +116,23 @@ impl Watch {
         let ops = trace.ops[..trace.forward_end().index()].iter();
         let (names, forward) = interned(ops.map(|op| trace.string(op.name).to_owned()));
         Self {
-            active: active_regions(problem, treatments),
+            active: active_regions(trace, treatments),
             names,
             forward,
         }
     }
+}
+
+/// How many ops of forward the executor watches.
+pub(in crate::plan) fn watched_ops(trace: &Trace, treatments: &[Treatment]) -> u64 {
+    if treatments.iter().all(|treatment| treatment.is_keep()) {
+        return 0;
+    }
+    let regions = active_regions(trace, treatments);
+    regions
+        .iter()
+        .map(|region| u64::from(region.end.0 - region.start.0))
+        .sum()
 }
 
 /// Texts in order, as the distinct ones and an index into them for each.
@@ -177,8 +189,7 @@ fn dropped_allocation(trace: &Trace, id: AllocationId) -> Option<Dropped> {
 
 /// The innermost module calls that hold every op the executor must see: those that make, write, view or
 /// save an allocation that is not simply kept.
-fn active_regions(problem: &Problem<'_>, treatments: &[Treatment]) -> Vec<ActiveRegion> {
-    let trace = problem.trace;
+fn active_regions(trace: &Trace, treatments: &[Treatment]) -> Vec<ActiveRegion> {
     let forward_end = trace.forward_end();
     let is_treated = |value| !treatments[trace.allocation_of(value).index()].is_keep();
     let mut seen = vec![false; forward_end.index()];

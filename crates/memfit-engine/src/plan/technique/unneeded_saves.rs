@@ -1,7 +1,7 @@
 //! Saved activations that backward never needs, let go of at once.
 //!
 //! Autograd saves what a backward might read: of a branch whose backward never runs, and inputs of which a backward
-//! reads the shape alone. Nothing is computed again for them, so letting go of them costs no time. The executor keeps a
+//! reads the shape alone. Nothing is computed again for them, so letting go of them costs no time but the watch's. The executor keeps a
 //! record of how to make each all the same, should the step turn out to be another one.
 //!
 //! Responsible for whether a plan has any, for the action and for the words. Not responsible for which of a plan's drops
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
     use crate::bytes::{Budget, Bytes};
     use crate::cost::CostSource;
-    use crate::plan::{PlanRequest, plan};
+    use crate::plan::{PlanRequest, executor, plan};
     use crate::trace::sample;
 
     /// The chain of which backward asks for nothing that was made in forward.
@@ -97,7 +97,17 @@ mod tests {
         let made = planned(&trace, vec![ActionKind::Remat]);
         assert!(kinds(&made).contains(&ActionKind::UnneededSaves));
         assert!(!kinds(&made).contains(&ActionKind::Remat));
-        assert!(made.predicted_step_ratio <= 1.0);
+        let watched = made.actions.iter().map(|action| match &action.details {
+            Details::UnneededSaves { unneeded_saves } => {
+                let active = unneeded_saves.active.iter();
+                active.map(|at| at.end.0 - at.start.0).sum()
+            }
+            _ => 0,
+        });
+        let watch_seconds = f64::from(watched.sum::<u32>()) * executor::watch_seconds(&trace.meta);
+        assert!(watch_seconds > 0.0);
+        let step_seconds = made.planned.predicted_step_seconds - watch_seconds;
+        assert!(step_seconds / made.unplanned.predicted_step_seconds <= 1.0 + 1e-12);
         let kept = planned(&trace, vec![ActionKind::Remat, ActionKind::UnneededSaves]);
         assert!(!kinds(&kept).contains(&ActionKind::UnneededSaves));
         assert!(made.planned.predicted_peak_bytes < kept.planned.predicted_peak_bytes);

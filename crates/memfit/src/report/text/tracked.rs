@@ -302,6 +302,11 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
             ""
         };
         lines.push(format!("{}{stopped}", held(verdict, palette)));
+    } else {
+        lines.push(format!(
+            "not judged: what {} comes to is not known, as no step was recorded; bytes can be judged",
+            fitting.budget
+        ));
     }
     if let Some(reason) = &fitting.refusal {
         lines.push(format!("not kept by memfit: {reason}"));
