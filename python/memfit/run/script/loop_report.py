@@ -36,12 +36,13 @@ def unplanned(loop: Loop) -> str:
 _WAYS = {"autocast": " under autocast", "chunk": " with its loss in slices"}
 
 
-def found(loop: Loop, plan: Plan) -> str:
+def found(loop: Loop, plan: Plan, *, in_files: bool) -> str:
     """A line about a loop that was planned.
 
     Args:
         loop: The loop.
         plan: The plan.
+        in_files: Whether what lacks room goes to files where no plan fits.
     """
     size = _native.bytes_text
     optimizer = " + ".join(loop.optimizers) or "no optimizer"
@@ -71,6 +72,8 @@ def found(loop: Loop, plan: Plan) -> str:
     head = f"{head}: a step takes {takes}, and no plan fits {size(plan.budget_bytes)}"
     least = max(_least_budget_bytes(loop, plan, planned), loop.placing.most_update_bytes)
     ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
+    if in_files:
+        ask = "what that takes beyond the budget goes to files"
     if planned is not None and planned.runs_as_recorded:
         took = size(planned.recorded_peak_bytes)
         return f"{head}: it runs as it was recorded, what is saved in files, {took}; {ask}"

@@ -45,7 +45,7 @@ from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
 from memfit.run.script.loop_report import described, found, unplanned, without_parts
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
-from memfit.run.script.overflow import Overflow
+from memfit.run.script.overflow import Overflow, may_hold
 from memfit.run.script.parameter_uses import ParameterUses
 from memfit.run.script.passes import ObservedPass
 from memfit.run.script.place import folder_of_files
@@ -676,7 +676,8 @@ class AdoptedScript:
         self._kept.resolve(plan.budget_bytes)
         self._hold(loop.device)
         self._loose.foresee(loop)
-        self._say(found(loop, plan))
+        in_files = may_hold(self._request, loop.device)
+        self._say(found(loop, plan, in_files=in_files))
         peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
         # What several models need together nobody has planned.
         gives_way = len(self._loops) == 1
