@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memfit.capture.as_trace import trace_json
+from memfit.capture.ctx_cycles import CtxCycleSearch
 from memfit.capture.probe.gpu_scratch import probe_gpu_scratch
 from memfit.capture.probe.optimizer_updates import (
     fused_optimizer_refusal,
@@ -364,8 +365,10 @@ def _record(
         runner = runner_type(stage, recorder)
         runner.gradients = gradients
         checkpoints = ModelCheckpoints(recorder, undone=undone)
+        search = CtxCycleSearch(stage)
         with checkpoints.met():
             roles = runner.run()
+        cycles = search.found()
         kept_for = checkpoints.refusal(roles.parameters)
         if undone and kept_for:
             raise CaptureError(kept_for)
@@ -393,7 +396,7 @@ def _record(
         per_parameter_refusal=per_parameter_refusal(stage),
         eight_bit_refusal=eight_bit_refusal(stage.optimizer) if stage.optimizer else None,
         half_parameters=stage.has_narrow_parameters,
-        micro_batch_refusal=_cut_refusal(workload, runner.returned),
+        micro_batch_refusal=_cut_refusal(workload, runner.returned) or cycles.cut_refusal,
         offloaded_parameters_refusal=offloaded_parameters_refusal(),
         loss_reduction=reduction.kind,
         fixed_parameters=sorted(roles.fixed),
@@ -401,7 +404,7 @@ def _record(
         checkpoints=(
             {"count": checkpoints.count, "refusal": kept_for} if checkpoints.count else None
         ),
-        notes=[*recorder.notes, *scratch.notes],
+        notes=[*recorder.notes, *scratch.notes, *filter(None, [cycles.note])],
     )
     trace = trace_json(recorder, roles, meta, scratch.bytes)
     return _with_libraries(trace, recorder, stage), _Learnt(reduction, runner.returned)

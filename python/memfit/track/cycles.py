@@ -81,6 +81,13 @@ def cycle_of(addresses: Collection[int]) -> Cause | None:
     return None
 
 
+def keeping_own_output() -> Iterator[tuple[Any, str]]:
+    """Nodes of functions that keep their own output on ``ctx``, and how that is read."""
+    for node in _nodes():
+        if (name := _own_output(node)) is not None:
+            yield node, name
+
+
 _REFERENCES: list[tuple[int, int]] = []
 """References to each class of nodes, by ``id``, when no node was alive: each that is, is one."""
 
