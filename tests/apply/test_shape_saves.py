@@ -147,6 +147,10 @@ def test_a_backward_that_is_differentiated_again_gets_the_values():
     assert torch.equal(second(remat), second(None))
 
 
+WATCH_SECONDS = 7.0e-6
+"""What an op takes longer that is watched: nothing else is added (``plan/executor.rs``)."""
+
+
 class Frozen(nn.Module):
     """Frozen convolutions and evaluated normalisation behind a layer that trains."""
 
@@ -178,8 +182,13 @@ def frozen() -> memfit.Workload:
 def test_frozen_layers_keep_nothing_and_cost_nothing(frozen):
     proof = memfit.verify(frozen, "40%", forbid=("remat", "micro_batch"))
     assert "unneeded_saves" in {action.kind for action in proof.plan.actions}
-    assert memfit.plan(frozen, "40%", forbid=("remat", "micro_batch")).promise == "exact"
-    assert proof.plan.predicted_step_ratio <= 1.0 + 1e-12, "but for the order of a sum"
+    plan = memfit.plan(frozen, "40%", forbid=("remat", "micro_batch"))
+    assert plan.promise == "exact"
+    (saves,) = (action for action in plan.as_dict()["actions"] if "unneeded_saves" in action)
+    watched = sum(it["end"] - it["start"] for it in saves["unneeded_saves"]["active"])
+    more = plan.planned.predicted_step_seconds - plan.unplanned.predicted_step_seconds
+    assert more <= watched * WATCH_SECONDS + 1e-12, "but for the order of a sum"
+    assert proof.plan.lower_bound_ratio <= 1.0 + 1e-12
     assert proof.planned.measured_peak_bytes == proof.planned.predicted_peak_bytes
     assert proof.unplanned.measured_peak_bytes == proof.unplanned.predicted_peak_bytes
 

@@ -7,9 +7,9 @@ sum rounds otherwise.
 A step that runs under a mode would take more than the one that runs without it, and its last bits
 might differ. Responsible for doing in place under memfit's own modes what torch does in place
 without them, for the numbers of a product's gradient, and for naming the other formulas that a mode
-replaces by ones whose numbers differ. Not responsible for sums of gradients that meet in the
-engine, which take more and are the same, nor for the bias of a linear layer, which slices of layers
-know as it is under a mode.
+replaces by ones whose numbers differ. Not responsible for telling sums of gradients that meet in
+the engine (:mod:`memfit.tensors.gradient_sums`), nor for the bias of a linear layer, which slices
+of layers know as it is under a mode.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
+
+from memfit.tensors.gradient_sums import IN_PLACE as IN_PLACE_SUM
+from memfit.tensors.gradient_sums import SUM, GradientSums
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -138,9 +141,14 @@ class Formulas:
         others: Names of nodes that have run by another formula than without a mode.
     """
 
-    def __init__(self) -> None:
-        """Know of none."""
+    def __init__(self, *, fakes: bool = False) -> None:
+        """Know of none; no op may be under way.
+
+        Args:
+            fakes: Whether tensors will have no values.
+        """
         self.others: dict[str, None] = {}
+        self._sums = GradientSums(fakes=fakes)
         self._node: int | None = None
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._is_own = False
@@ -177,6 +185,9 @@ class Formulas:
             self._node, self._of_product = node, None
             self._made.clear()
         name = name.rstrip("0123456789")
+        if func is SUM and self._sums.is_in_place(name, func, args) and is_called_by_engine():
+            self._is_own = False
+            return IN_PLACE_SUM, args
         is_own = not torch.is_grad_enabled() and (name == _PRODUCT or name in IN_PLACE)
         self._is_own = is_own and is_called_by_engine()
         if name == _PRODUCT and self._is_own:

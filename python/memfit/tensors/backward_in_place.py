@@ -10,7 +10,6 @@ nor for what torch does in place itself (:mod:`memfit.tensors.as_without_modes`)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memfit.tensors import convolution_in_two, divisor_gradient
+from memfit.tensors import convolution_in_two, divisor_gradient, gradient_sums
 from memfit.tensors.as_without_modes import is_called_by_engine
 from memfit.tensors.convolution_in_two import InTwo, in_two
 from memfit.tensors.convolution_kinds import BACKWARD
 from memfit.tensors.divisor_gradient import DivisorGradient, Run, Step
-from memfit.tensors.layouts import PLAIN, decides_layout
+from memfit.tensors.gradient_sums import GradientSums, Owners, counted, owners
+from memfit.tensors.layouts import PLAIN
 
 _aten = torch.ops.aten
 
@@ -124,40 +123,9 @@ WAYS = {**_ACTIVATIONS, **_ARITHMETIC, **_OF_ROWS}
 """By the node of autograd, without its number: the op of its formula that reads the gradient last,
 and its way in place. From ``tools/autograd/derivatives.yaml``."""
 
-_ADD = _aten.add.Tensor
+_ADD = gradient_sums.SUM
 _OPS = frozenset((_ADD, BACKWARD, *(op for op, _ in WAYS.values())))
-_SUM, _DIVIDEND = "a sum of two gradients", "the gradient of a dividend, after the divisor's"
-_WITHOUT_SUMS = frozenset(
-    (
-        *WAYS,
-        "AddBackward",
-        "AddmmBackward",
-        "BmmBackward",
-        "CloneBackward",
-        "ConvolutionBackward",
-        "ExpandBackward",
-        "MeanBackward",
-        "MmBackward",
-        "NativeBatchNormBackward",
-        "NativeLayerNormBackward",
-        "PermuteBackward",
-        "ReshapeAliasBackward",
-        "SelectBackward",
-        "SinBackward",
-        "SliceBackward",
-        "SqueezeBackward",
-        "SubBackward",
-        "SumBackward",
-        "TBackward",
-        "TransposeBackward",
-        "UnsafeViewBackward",
-        "UnsqueezeBackward",
-        "ViewBackward",
-    )
-)
-"""Nodes in whose formulas no two tensors are added: a sum that torch's engine calls meanwhile is of
-two gradients of the same tensor, the first of which it writes over where no mode is on
-(``InputBuffer::accumulate`` in ``torch/csrc/autograd/input_buffer.cpp``)."""
+_DIVIDEND = "the gradient of a dividend, after the divisor's"
 _FOR_BOTH = "MulBackward"
 """Of two inputs that want a gradient, the one of the second is computed last."""
 
@@ -167,9 +135,6 @@ _FOR_FIRST = ("MaskedFillBackward",)
 Lean = InPlace | InTwo | Step
 """What to run in the place of an op of backward, and takes less."""
 
-_Owners = tuple[int, int, int, int, int]
-_NO_OWNERS: _Owners = (0, 0, 0, 0, 0)
-
 
 class BackwardInPlace:
     """Tells which op of the node that runs may write over the gradient that it reads."""
@@ -177,6 +142,7 @@ class BackwardInPlace:
     def __init__(self) -> None:
         """No node has run yet."""
         self._alone = alone()
+        self._sums = GradientSums()
         self._may_split = convolution_in_two.is_ready()
         self._half = -1
         self._of_divisor = DivisorGradient()
@@ -204,7 +170,9 @@ class BackwardInPlace:
             return None
         name = node.name().rstrip("0123456789")
         if func is _ADD:
-            return self._sum(args, kwargs) if name in _WITHOUT_SUMS else None
+            if kwargs or not self._sums.is_in_place(name, func, args):
+                return None
+            return InPlace(_Way(gradient_sums.IN_PLACE), args, kwargs, copies=False)
         if func is BACKWARD:
             is_own = self._may_split and name == convolution_in_two.NODE and not kwargs
             return in_two(node, args) if is_own else None
@@ -228,22 +196,6 @@ class BackwardInPlace:
         if seen not in self._alone.get(known, ()) or not _takes_its_place(name, args, kwargs):
             return None
         return InPlace(way, args, kwargs, copies=False)
-
-    def _sum(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> InPlace | None:
-        """The first of two gradients with the other added."""
-        if kwargs or owners(args[0]) not in self._alone.get(_SUM, ()):
-            return None
-        first, second = args
-        if not all(
-            type(it) is Tensor and it.device.type == "cpu" and it.layout is torch.strided
-            for it in args
-        ):
-            return None
-        if first.dtype not in PLAIN or first.shape != second.shape:
-            return None
-        if not decides_layout(first, second):
-            return None
-        return InPlace(_Way(_aten.add_.Tensor), args, kwargs, copies=False)
 
     def _is_last(self, node: Any, name: str) -> bool:
         """Whether the op that runs is the last of its node to read the gradient."""
@@ -314,26 +266,6 @@ def _is_dense_image(tensor: Tensor) -> bool:
     return tensor.dim() == images and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
-def owners(gradient: Any) -> _Owners:
-    """How many have a gradient.
-
-    Args:
-        gradient: The first argument of an op, where ``__torch_dispatch__`` has just been called.
-
-    Returns:
-        Owners that torch counts, that Python counts, those of the memory, and both kinds of the
-        tensor that it is a view of; 0 of the last where it is none.
-    """
-    if not isinstance(gradient, Tensor):
-        return _NO_OWNERS
-    with torch._C.DisableTorchFunction():
-        storage = gradient.untyped_storage()
-        seen = torch._C._storage_Use_Count(storage._cdata)
-        base = gradient._base
-        of_base = (0, 0) if base is None else (base._use_count(), sys.getrefcount(base))
-        return gradient._use_count(), sys.getrefcount(gradient), seen, *of_base
-
-
 _EXAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
     "DivBackward": lambda x: x / 3.0,
     "EluBackward": functional.elu,
@@ -375,43 +307,12 @@ _COUNTED: dict[str, tuple[str, Any, Callable[[Tensor], Tensor], Callable[[Tensor
         lambda x: x / _wanted(x),
         partial(_flat, lambda x: x / _wanted(x)),
     ),
-    _SUM: (
-        "ExpBackward",
-        _ADD,
-        lambda x: x.exp() + x.sin(),
-        lambda x: x.exp() + x.t().sin().t(),
-    ),
 }
 """Where owners are counted: the node, the op, and what makes it run last: with a tensor and with a
 view."""
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the owners of a gradient that only autograd holds, on its way from node to node."""
-
-    def __init__(self, name: str, op: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._op, self._name = op, name
-        self.found = _NO_OWNERS
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As in the recorder: what is counted is what that would count."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        node = torch._C._current_autograd_node()
-        if func is self._op and node is not None and node.name().startswith(self._name):
-            self.found = self._count(args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, args: tuple[Any, ...]) -> _Owners:
-        return owners(args[0])  # as many calls away as in `BackwardInPlace`
-
-
-def alone() -> dict[str, tuple[_Owners, ...]]:
+def alone() -> dict[str, tuple[Owners, ...]]:
     """What :func:`owners` counts for a gradient that only the node has that runs, by its name.
 
     Torch tells: its engine counts owners too, before it takes a gradient for a parameter's own.
@@ -420,27 +321,14 @@ def alone() -> dict[str, tuple[_Owners, ...]]:
     functions, nothing is known.
     """
     try:
-        with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
-            return _counted()
+        return _counted()
     except (AttributeError, RuntimeError):  # of a torch that counts otherwise, or forbids hooks
         return {}
 
 
 @cache
-def _counted() -> dict[str, tuple[_Owners, ...]]:
-    engine = torch.autograd.Variable._execution_engine
-    found = {}
-    # Hooks of the script's for what autograd saves, as of a checkpoint, do not see the inner ones'.
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it)
-    with torch._C.DisableTorchFunction(), hooks:
-        for name, (node, op, *examples) in _COUNTED.items():
-            counts = []
-            for example in examples:
-                leaf = torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True)
-                made = example(leaf.cos()).sin()
-                with _Counting(node, op) as counting:
-                    gradient = torch.ones_like(made)
-                    engine.run_backward((made,), (gradient,), False, False, (leaf,), False, False)  # noqa: FBT003
-                counts.append(counting.found)
-            found[name] = tuple(counts)
-    return found
+def _counted() -> dict[str, tuple[Owners, ...]]:
+    return {
+        name: tuple(counted(node, op, example) for example in examples)
+        for name, (node, op, *examples) in _COUNTED.items()
+    }

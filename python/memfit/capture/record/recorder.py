@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current_node = torch._C._current_autograd_node
         self._sequence_number = torch._C._autograd._get_sequence_nr
         self.running_node: tuple[int, str] | None = None
-        self.formulas = Formulas()
+        self.formulas = Formulas(fakes=fake_mode is not None)
         self.saved.convert_foreign_with(self._adopt)
 
     supports_higher_order_operators = True
