@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader, Dataset
 
 from memfit.errors import UsageError
+from memfit.libraries import module_name
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Makes an optimizer over the parameters it is given."""
@@ -162,7 +163,7 @@ def _refuse_loss(loss: Any) -> None:
     while isinstance(inner, partial):
         inner = inner.func
     # A module's own module is its class's; torch's functions and classes say where they are from.
-    if (getattr(inner, "__module__", None) or "").partition(".")[0] == "torch":
+    if module_name(inner).partition(".")[0] == "torch":
         name = getattr(inner, "__name__", type(inner).__name__)
         raise UsageError(
             f"`loss` is called with the model and the batch, and `{name}` takes predictions\n"

@@ -53,6 +53,15 @@ class Slots:
         self.value = value
 
 
+class ModuleEach:
+    """As Cython's functions: each says what module it is of, and their class has no name of one."""
+
+    __module__ = property(lambda self: __name__)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Holder:
     def __init__(self, value: Any) -> None:
         self.kept = [value]
@@ -97,6 +106,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
     "dataclass": Record,
     "slots": Slots,
     "object": Holder,
+    "class without a module's name": ModuleEach,
     "bound method": lambda v: Holder(v).method,
     "closure": closure,
     "partial": lambda v: functools.partial(print, v),

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from memfit.libraries import module_name
+
 _OWN = {name: it for name, it in vars(F).items() if isinstance(it, FunctionType)}
 _OWN_FUNCTIONS = frozenset(_OWN.values())
 
@@ -39,7 +41,7 @@ def function_mode() -> str | None:
     stack = range(torch._C._len_torch_function_stack())
     modes = (torch._C._get_function_stack_at(place) for place in stack)
     others = (it for it in modes if not isinstance(it, DeviceContext))
-    seeing = (it for it in others if not type(it).__module__.startswith(("memfit.", "torch.")))
+    seeing = (it for it in others if not module_name(type(it)).startswith(("memfit.", "torch.")))
     found = next(seeing, None)
     return (
         f"`{type(found).__name__}` is a function mode, which would see each piece"

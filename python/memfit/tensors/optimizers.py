@@ -29,6 +29,8 @@ from torch.optim import (
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_leaves
 
+from memfit.libraries import module_name
+
 _PER_PARAMETER: tuple[type[Optimizer], ...] = (
     Adadelta,
     Adafactor,
@@ -164,7 +166,7 @@ def is_of_memfit(hook: Any) -> bool:
     Args:
         hook: Any hook.
     """
-    return str(getattr(hook, "__module__", "")).startswith("memfit.")
+    return module_name(hook).startswith("memfit.")
 
 
 _TORCH = Path(torch.__file__).parent

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from memfit.libraries import is_library
+from memfit.libraries import is_library, module_name
 from memfit.tensors.storage import gradient_of, graph_of, is_leaf, plain_tensors
 from memfit.track import owners
 from memfit.track.graphs import Graphs
@@ -370,7 +370,7 @@ class Walk:
 
 def _classified(kind: type) -> str:
     """What objects of a class are to a walk."""
-    if issubclass(kind, _NO_WAYS) or kind.__module__.startswith("memfit."):
+    if issubclass(kind, _NO_WAYS) or module_name(kind).startswith("memfit."):
         return "skip"
     for family, word in _FAMILIES.items():
         if issubclass(kind, family):
@@ -382,7 +382,7 @@ def _classified(kind: type) -> str:
     array = _array_class()
     if array is not None and issubclass(kind, array):
         return "array"
-    is_plain = kind.__module__ in ("builtins", "collections", "functools")
+    is_plain = module_name(kind) in ("builtins", "collections", "functools")
     return "object" if kind.__flags__ & _HEAP and not is_plain else "container"
 
 
@@ -426,7 +426,7 @@ def closed_over(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _file_of(kind: type) -> str:
-    space = space_of(sys.modules.get(kind.__module__))
+    space = space_of(sys.modules.get(module_name(kind)))
     file = space.get("__file__") if space is not None else None
     return file if isinstance(file, str) else "<frozen"
 

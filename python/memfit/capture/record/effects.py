@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from memfit.libraries import module_name
 from memfit.tensors.storage import graph_of
 
 MOST_REACHED = 20_000
@@ -208,7 +209,7 @@ def _parts(thing: Any) -> Iterator[tuple[Any, Any]]:
     """What something consists of, by name."""
     if isinstance(thing, (FunctionType, MethodType, functools.partial)):
         yield from enumerate(_held(thing))
-        if isinstance(thing, FunctionType) and not _is_installed(thing.__module__):
+        if isinstance(thing, FunctionType) and not _is_installed(module_name(thing)):
             yield from ((name, thing.__globals__.get(name)) for name in _names(thing.__code__))
     elif isinstance(thing, dict):
         if len(thing) <= _LONGEST:
@@ -218,10 +219,10 @@ def _parts(thing: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(thing, (list, tuple, set, frozenset)):
         yield from enumerate(thing if len(thing) <= _LONGEST else ())
     elif isinstance(thing, type):
-        if not _is_installed(thing.__module__):
+        if not _is_installed(module_name(thing)):
             yield from vars(thing).items()
             yield from enumerate(thing.__bases__)
-    elif isinstance(thing, _HOLDERS) or not _is_of_torch_or_older(type(thing).__module__):
+    elif isinstance(thing, _HOLDERS) or not _is_of_torch_or_older(module_name(type(thing))):
         yield "class", type(thing)
         yield from getattr(thing, "__dict__", {}).items()
 
@@ -248,13 +249,13 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *inside)))
 
 
-def _is_of_torch_or_older(module: str | None) -> bool:
-    return module is None or module.split(".", 1)[0] in _TORCH_OR_OLDER
+def _is_of_torch_or_older(module: str) -> bool:
+    return module.split(".", 1)[0] in _TORCH_OR_OLDER
 
 
-def _is_installed(module: str | None) -> bool:
+def _is_installed(module: str) -> bool:
     """Whether code is of a package that is installed, and not of the script."""
-    if module is None or _is_of_torch_or_older(module):
+    if _is_of_torch_or_older(module):
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "-packages/" in file

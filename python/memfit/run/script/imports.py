@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from memfit.libraries import is_library
+from memfit.libraries import is_library, module_name
 
 _ATOMS = (str, bytes, int, float, complex, type(None))
 _SPEECH = ("__future__", "typing")
@@ -72,5 +72,5 @@ def _is_own(module: str) -> bool:
 def _is_installed(value: Any) -> bool:
     """Whether what a script calls by a name was there to be imported, or holds nothing."""
     if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-        return not _is_own(value.__module__) and value.__module__ != "__main__"
+        return not _is_own(module := module_name(value)) and module != "__main__"
     return isinstance(value, (ModuleType, *_ATOMS)) or type(value).__module__ in _SPEECH

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memfit.libraries import is_library
+from memfit.libraries import is_library, module_name
 
 _BUILTINS = frozenset(
     {
@@ -233,5 +233,5 @@ def _is_torchs(value: Any) -> bool:
     """Whether something is a function or class of torch's, or of ``math``, that only computes."""
     if not isinstance(value, (FunctionType, BuiltinFunctionType, type)):
         return False
-    from_where = (getattr(value, "__module__", None) or "").partition(".")[0]
+    from_where = module_name(value).partition(".")[0]
     return from_where in {"torch", "math"} and not _leads_out(value.__name__)
