@@ -154,6 +154,36 @@ def test_steady_loops_and_deep_but_constant_sums_are_quiet(eager_looks):
     assert caught(loop) == []
 
 
+def test_sums_of_several_lengths_in_each_iteration_are_quiet(eager_looks):
+    """As the returns of an imagined future: each is as long as the ones of the iteration before."""
+
+    def loop() -> None:
+        for _ in range(17):
+            with memfit.track("returns"):
+                back, sums = loss(), []
+                for _ in range(12):
+                    back = loss() + 0.9 * back
+                    sums.append(back)
+                returns = torch.stack(sums[::-1])
+        assert returns.numel() == 12
+
+    assert caught(loop) == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: loss() + loss() + loss() + loss() + loss(),
+        lambda: torch.stack([loss() + loss() + loss() + loss(), loss()]),
+    ],
+)
+def test_collected_sums_are_no_sum_of_all_iterations(made: Callable[[], torch.Tensor]):
+    kept: list[torch.Tensor] = []
+    found = cause(lambda _: kept.append(made()))
+    assert found.message.startswith("`kept` (test_growth.py:")
+    assert found.message.endswith("keeps the autograd graphs of earlier iterations alive")
+
+
 def test_looking_for_the_cause_keeps_nothing_alive():
     """The search passes by every local variable; none may live longer for it."""
     import gc

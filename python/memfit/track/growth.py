@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -153,7 +155,9 @@ class Sums:
         """Look."""
         self._tensors = [t for t in owners.instances(Tensor) if graph_of(t) is not None]
         del self._tensors[:-_TENSOR_LIMIT]
-        self._links = {id(tensor): _sum_links(tensor, _SCALES) for tensor in self._tensors}
+        counted = [(it, _links(it, _SCALES)) for it in self._tensors]
+        self._tensors = [it for it, links in counted if links >= TERMS - 1]
+        self._links = {_number(it): links for it, links in counted if links >= TERMS - 1}
 
     def forget(self) -> Sums:
         """Keep the numbers only, not the tensors."""
@@ -161,13 +165,16 @@ class Sums:
         return self
 
     def steady(self, before: Sums, iterations: int) -> Cause | None:
-        """A sum that got the same number of terms in each iteration since another look."""
-        earlier = {links for links in before._links.values() if links >= TERMS - 1}
+        """A sum that got the same number of terms in each iteration since another look.
+
+        The sum that it was then is one of its terms: another one may be as long by chance, as where
+        each iteration makes sums of several lengths.
+        """
         for tensor in self._tensors:
-            links = self._links[id(tensor)]
-            steps = {links - iterations * terms for terms in range(1, 5)}
-            if steps & earlier and links != before._links.get(id(tensor)):
-                return _summed(search(), tensor, links)
+            sums = list(_sums_behind(tensor, _SCALES))
+            for more in range(iterations, min(4 * iterations + 1, len(sums)), iterations):
+                if before._links.get(_number(sums[more])) == len(sums) - more:
+                    return _summed(search(), tensor, len(sums))
         return None
 
 
@@ -242,7 +249,7 @@ def _held(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause:
         return Cause("exceptions", f"{who} {_FRAMES}", _NO_FRAMES)
     if 2 * _graph_bytes(found, sizes) < kept_bytes:
         return Cause("kept_tensors", f"{who} holds the tensors", _NO_GRAPH)
-    summed = _sum_in(found, owner)
+    summed = _sum_in(found, owner, sizes)
     if summed is not None:
         return summed
     message = f"{who} keeps the autograd graphs of earlier iterations alive"
@@ -278,16 +285,29 @@ def _traceback_bytes(found: Look, sizes: dict[int, int]) -> int:
     return sum(size for address, size in sizes.items() if address in held)
 
 
-def _sum_in(found: Look, owner: Owner) -> Cause | None:
-    """The cause where what a variable holds is one sum."""
+def _sum_in(found: Look, owner: Owner, sizes: dict[int, int]) -> Cause | None:
+    """The cause where what a variable holds is one sum, whose graph holds most of some blocks."""
+    held = _bytes_of_graphs(found, sizes)
     for one in found.walk.reached:
         if one.through_graph or owner.variable is None or graph_of(one.tensor) is None:
             continue
+        if 2 * held[id(graph_of(one.tensor))] < sum(sizes.values()):
+            continue
         if one.variable.name == owner.variable.name and one.variable.scope == owner.variable.scope:
-            links = _sum_links(one.tensor)
+            links = _links(one.tensor)
             if links >= TERMS:
                 return _summed(found, one.tensor, links)
     return None
+
+
+def _bytes_of_graphs(found: Look, sizes: dict[int, int]) -> Counter[int]:
+    """How much of some blocks is held by each graph, by the number of its first node."""
+    left, held = dict(sizes), Counter[int]()
+    for one in found.walk.reached:
+        storage = owners.storage_of(one.tensor) if one.through_graph else None
+        if storage is not None:
+            held[one.graph] += left.pop(storage.data_ptr(), 0)
+    return held
 
 
 def _summed(found: Look, tensor: Tensor, links: int) -> Cause:
@@ -339,8 +359,8 @@ def _user_level() -> int:
     return level
 
 
-def _sum_links(tensor: Tensor, through: tuple[str, ...] = ()) -> int:
-    """How many sums lead to a tensor, one through the other: ``s += loss`` adds one each time.
+def _sums_behind(tensor: Tensor, through: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The sums that lead to a tensor, one through the other: ``s += loss`` adds one each time.
 
     Args:
         tensor: The tensor.
@@ -348,6 +368,7 @@ def _sum_links(tensor: Tensor, through: tuple[str, ...] = ()) -> int:
     """
     links, node = 0, graph_of(tensor)
     while node is not None and links < _CHAIN_LIMIT and node.name().startswith(_SUMS):
+        yield node
         links += 1
         before = _before(node)
         between = [
@@ -358,7 +379,17 @@ def _sum_links(tensor: Tensor, through: tuple[str, ...] = ()) -> int:
         ]
         sums = [it for it in (*before, *between) if it.name().startswith(_SUMS)]
         node = sums[0] if sums else None
-    return links
+
+
+def _links(tensor: Tensor, through: tuple[str, ...] = ()) -> int:
+    """How many sums lead to a tensor."""
+    return sum(1 for _ in _sums_behind(tensor, through))
+
+
+def _number(made: Any) -> int:
+    """The number of a node, or of a tensor's, which no other one has that this thread made."""
+    node = graph_of(made) if isinstance(made, Tensor) else made
+    return int(node._sequence_nr())
 
 
 def _before(node: Any) -> list[Any]:
