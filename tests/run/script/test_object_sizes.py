@@ -116,6 +116,6 @@ def test_what_holds_itself_has_an_end():
 def test_caches_that_grow_make_no_new_kinds_of_evaluations():
     cache = SimpleNamespace(keys=torch.zeros(3))
     model = nn.Linear(2, 2)
-    assert key_of(model, (torch.zeros(1, 2), cache))[-1] == ((3,), torch.float32)
+    assert key_of(model, ((torch.zeros(1, 2), cache), {}))[-1] == ((3,), torch.float32)
     with torch.no_grad():
-        assert key_of(model, (torch.zeros(1, 2), cache))[-1] == ((1, 2), torch.float32)
+        assert key_of(model, ((torch.zeros(1, 2), cache), {}))[-1] == ((1, 2), torch.float32)

@@ -72,6 +72,24 @@ def test_a_call_with_an_input_that_is_differentiated_is_of_another_kind():
     assert evaluated[0] == evaluated[1]
 
 
+def test_a_call_with_another_switch_on_is_of_another_kind():
+    """As of a generator that returns its latents where the length of its paths is penalised."""
+    model, data = nn.Linear(8, 8), torch.ones(2, 8)
+
+    def key_with(*more: Any, **named: Any) -> Any:
+        return key_of(model, ((data, *more), named))
+
+    known = StepPlans()
+    known.add(planned(100, 100))
+    known.all[0].key = key_with(latents=False)
+    assert not known.must_record(key_with(latents=False))
+    assert known.must_record(key_with(latents=True))
+    assert known.must_record(key_with(*[True]))
+    assert key_with(0.5, 3, step=1) == key_with(0.7, 4, step=2), "numbers are no switches"
+    with torch.no_grad():
+        assert key_with(latents=False) == key_with(latents=True)
+
+
 def test_another_kind_of_call_is_recorded_where_the_model_runs_in_pieces():
     """As one without labels, now and then, where guidance without a classifier is learnt."""
     known = plans(100, 100, 100)

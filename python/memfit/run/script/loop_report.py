@@ -57,7 +57,8 @@ def found(loop: Loop, plan: Plan, *, in_files: bool) -> str:
         takes += " without the script's checkpoints"
     if loop.placing.is_loose and not loop.placing.update_bytes:
         takes += " before its optimizers step"
-    head = f"{_names(loop)} ({loop.parameters:,} parameters, {optimizer})"
+    noun = "parameter" if loop.parameters == 1 else "parameters"
+    head = f"{_names(loop)} ({loop.parameters:,} {noun}, {optimizer})"
     if plan.fits and loop.placing.most_update_bytes > plan.budget_bytes * (1 + _EXACT):
         most = f"{size(loop.placing.most_update_bytes)} in its updates, which no plan lowers"
         return f"{head}: a step takes {most}, above {size(plan.budget_bytes)}"

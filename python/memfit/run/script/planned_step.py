@@ -21,7 +21,8 @@ from memfit.tensors.storage import plain_tensors
 
 Key = tuple[Any, ...]
 """What decides which ops a pass runs, as far as that is known before: mode, what is trained in what
-is called, whose turn it is, which inputs are differentiated, shapes, types."""
+is called, whose turn it is, which switches are on, which inputs are differentiated, shapes,
+types."""
 
 
 WORTH_A_PLAN = 0.01
@@ -89,7 +90,8 @@ def key_of(module: nn.Module, inputs: Any, path: str = "", turn: int = 0) -> Key
     tensors = [it for it in leaves if isinstance(it, Tensor)]
     # What generates without gradients has caches that grow: those calls are alike.
     objects = [it for it in leaves if not isinstance(it, Tensor)] if is_grad_enabled() else []
-    mode = path, module.training, _trained(module), turn, *_differentiated(tensors)
+    switches, differentiated = _switches(inputs), _differentiated(tensors)
+    mode = path, module.training, _trained(module), turn, switches, *differentiated
     return (mode, *given_sizes(inputs), *object_sizes(objects))
 
 
@@ -98,6 +100,18 @@ def _differentiated(inputs: list[Tensor]) -> tuple[int, ...]:
     if not is_grad_enabled():
         return ()
     return tuple(place for place, it in enumerate(inputs) if it.requires_grad)
+
+
+def _switches(inputs: Any) -> tuple[tuple[str, bool], ...]:
+    """The arguments that are true or false, as where every n-th step wants hidden states as well.
+
+    Numbers are none: they count, or are drawn anew in each step.
+    """
+    if not is_grad_enabled():
+        return ()
+    given, named = inputs
+    arguments = [*((str(place), it) for place, it in enumerate(given)), *named.items()]
+    return tuple((name, it) for name, it in arguments if isinstance(it, bool))
 
 
 def _trained(module: nn.Module) -> int:
