@@ -52,6 +52,10 @@ def test_a_graph_network_keeps_a_budget_below_what_its_messages_take(tmp_path: P
     assert verdict["kept"], ran.stderr
     assert verdict["peak_bytes"] <= 7 << 20
     assert SAID in ran.stderr
+    # It was kept: to ask for more at the end would be no advice.
+    (loop,) = ran.loops
+    assert (loop["plan"]["fits"], loop["plan"]["minimum_budget_bytes"]) == (False, None)
+    assert "smallest budget" not in ran.stderr.partition("Budget")[2]
 
 
 def test_without_offloading_it_is_said_that_the_budget_is_not_kept(tmp_path: Path):
@@ -59,6 +63,7 @@ def test_without_offloading_it_is_said_that_the_budget_is_not_kept(tmp_path: Pat
     assert not ran.fitting["verdict"]["kept"]
     assert ran.fitting["verdict"]["peak_bytes"] > 14 << 20
     assert SAID not in ran.stderr
+    assert ran.loops[0]["plan"]["minimum_budget_bytes"] > 14 << 20
 
 
 def test_what_fits_by_a_plan_makes_no_such_files(tmp_path: Path):

@@ -113,14 +113,25 @@ def without_parts(loops: Sequence[Loop]) -> list[Loop]:
     return [loop for loop in loops if loop.has_stepped or loop.root not in inside]
 
 
-def described(loop: Loop, between_peak_bytes: int) -> dict[str, Any]:
+def described(
+    loop: Loop, between_peak_bytes: int, *, is_kept: bool, is_alone: bool
+) -> dict[str, Any]:
     """A loop for the record, in the program's words.
 
     Args:
         loop: The loop.
         between_peak_bytes: Most bytes live at once between passes: no smaller budget is kept.
+        is_kept: Whether the script has kept its budget: it need ask for no larger one.
+        is_alone: Whether it has no other loop, whose steps may need more than this one's.
     """
     shown = _shown(loop)
+    plan = None if shown is None else _plan_described(loop, shown, between_peak_bytes)
+    if plan is not None and is_kept and plan["minimum_budget_bytes"] is not None:
+        # What lacked room was in files, or another loop has a plan of the whole budget.
+        is_less = plan["minimum_budget_bytes"] <= plan["budget_bytes"]
+        plan["minimum_budget_bytes"] = (
+            plan["minimum_budget_bytes"] if is_alone and is_less else None
+        )
     return {
         "models": list(loop.models),
         "parameters": loop.parameters,
@@ -130,7 +141,7 @@ def described(loop: Loop, between_peak_bytes: int) -> dict[str, Any]:
         "observed": _counted(loop, "observed"),
         "planned": _counted(loop, "planned"),
         "unplanned": _counted(loop, "unplanned"),
-        "plan": None if shown is None else _plan_described(loop, shown, between_peak_bytes),
+        "plan": plan,
         "replans": loop.replans,
         "divergence": loop.divergence or None,
         "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],

@@ -522,14 +522,16 @@ class AdoptedScript:
                 self._say(note)
         verdict = self._kept.verdict()
         over = verdict is not None and not verdict["kept"]
+        shown = without_parts(self._loops)
+        is_kept, is_alone = verdict is not None and not over, len(shown) == 1
         return {
             "budget": self._request.budget,
             "verdict": verdict,
             "stopped": stopped or (over and self._strict is not None),
             "refusal": self._refusal or None,
             "loops": [
-                described(loop, self._kept.between_peak_bytes)
-                for loop in without_parts(self._loops)
+                described(loop, self._kept.between_peak_bytes, is_kept=is_kept, is_alone=is_alone)
+                for loop in shown
             ],
         }
 
