@@ -222,6 +222,21 @@ def test_gradients_kept_by_the_script_and_gradients_asked_for_on_the_way(tmp_pat
     assert any("asks autograd for gradients" in note for note in critic["notes"])
 
 
+def test_where_results_stay_the_same_nothing_is_said_of_pieces_that_none_asked_for(tmp_path: Path):
+    code = """
+    def penalised(model, x, y):
+        x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(out, y) + slope.square().mean()
+
+    train(Net(), penalised, steps=3)
+    """
+    (loop,) = inline(tmp_path, "4MiB", HEAD + NET + code).loops
+    assert not loop["plan"]["fits"]
+    assert not any("pieces" in note for note in loop["notes"]), "nor is it offered"
+
+
 def test_the_batch_of_a_call_that_may_not_run_in_pieces_goes_with_its_step(tmp_path: Path):
     """The proof failed on fakes, and what it knew of the batch waited for the collector."""
     ran = allowed(

@@ -130,3 +130,28 @@ def test_an_optimizer_that_comes_later_has_a_number_of_its_own():
     before = turns.told_apart(call, model).turn
     turns.ended(call.key, torch.optim.SGD(model.parameters()), model)
     assert before != turns.told_apart(call, model).turn > 0
+
+
+def test_what_is_chosen_for_several_loops_is_said_once(tmp_path: Path):
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    class One(nn.Sequential): pass
+    class Other(nn.Sequential): pass
+    for kind in (One, Other):
+        model = kind(*[it for _ in range(6) for it in (nn.Linear(256, 256), nn.Tanh())])
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(4):
+            loss = model(torch.randn(512, 256)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "5MiB", code, offload="chosen")
+    assert len(ran.loops) == 2
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("memfit: ")]
+    assert any("what lacks room is offloaded" in line for line in lines)
+    assert len(lines) == len(set(lines)), ran.stderr

@@ -681,8 +681,9 @@ class Loop:
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         is_kept = made.fits or planned.keeps_as_recorded
         if not (is_kept or self._has_offered):  # each way takes as long as a plan
-            budget, self._has_offered = self.budget.within(), True
-            self.notes.update(dict.fromkeys(offers(self._request, planned, budget, outside)))
+            what = planned, self.budget.within(), outside, bool(self.ways.pieces.refusal)
+            self.notes.update(dict.fromkeys(offers(self._request, *what)))
+            self._has_offered = True
         if made.fits or (little and not (self._looks_again or self.ways.asks_for_more(key))):
             self._on_plan(self, made)  # else there is a better one to tell of after this step
 

@@ -65,6 +65,7 @@ class PiecesOfBatch:
         self.refusal = ""
         options = request.options
         self._is_asked = options.promise != "exact" and "micro_batch" not in options.forbid
+        self._was_asked = self._is_asked
         self.evaluations = 0
         self._seen = CallGrowth()
         self._known_code: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -104,7 +105,7 @@ class PiecesOfBatch:
 
     def notes(self) -> list[str]:
         """Why nothing runs in pieces, where that was asked for."""
-        reason = self.refusal
+        reason = self.refusal if self._was_asked else ""
         return [f"the model does not run on pieces of its batch: {reason}"] if reason else []
 
     def another_comes(self) -> None:

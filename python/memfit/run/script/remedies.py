@@ -49,7 +49,11 @@ def _is_worth(plan: Plan, than: Plan) -> bool:
 
 
 def offers(
-    request: FitRequest, planned: PlannedStep, budget: str | int, outside_bytes: int
+    request: FitRequest,
+    planned: PlannedStep,
+    budget: str | int,
+    outside_bytes: int,
+    mixes_items: bool,  # noqa: FBT001
 ) -> list[str]:
     """What was not allowed and may help, a line each: with a number where a plan gives one.
 
@@ -58,6 +62,7 @@ def offers(
         planned: A step that no plan fits.
         budget: The budget.
         outside_bytes: What the script holds besides.
+        mixes_items: Whether the model is known not to run on pieces of its batch.
     """
     found = [
         f"{_given(option)} a step would take "
@@ -66,7 +71,7 @@ def offers(
         for option, plan in remedies(request, planned, budget, outside_bytes, but=EQUIVALENT)
     ]
     options = request.options
-    if options.promise == "exact" and "micro_batch" not in options.forbid:
+    if options.promise == "exact" and "micro_batch" not in options.forbid and not mixes_items:
         found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
     if options.promise == "exact" and SLICES not in options.forbid:
         classes = planned.step.classes_to_slice()

@@ -554,7 +554,7 @@ class AdoptedScript:
             self._room,
             self._planned,
             lambda loop: self._signals.tell(self._model_went, loop),
-            self._say,
+            self._say_once,
             self._checkpoints,
             self._strict,
         )
@@ -643,10 +643,10 @@ class AdoptedScript:
             self._watch_uses()
 
     def _say_unplanned(self, loop: Loop) -> None:
-        """Say so once, of however many models that are made one after another."""
         self._say_once(unplanned(loop))
 
     def _say_once(self, line: str) -> None:
+        """Say something of however many loops, or models that are made one after another."""
         if line not in self._said:
             self._said.add(line)
             self._say(line)
@@ -679,7 +679,7 @@ class AdoptedScript:
         self._hold(loop.device)
         self._loose.foresee(loop)
         in_files = may_hold(self._request, loop.device)
-        self._say(found(loop, plan, in_files=in_files))
+        self._say_once(found(loop, plan, in_files=in_files))
         peaks = [step.plan.planned.predicted_peak_bytes for of in self._loops for step in of.plans]
         # What several models need together nobody has planned.
         gives_way = len(self._loops) == 1
