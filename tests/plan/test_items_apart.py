@@ -212,3 +212,12 @@ def test_nobody_looks_on_after_a_call_that_fails():
             Of(of_values), (torch.randn(ROWS, 8),), {}, lambda *_: lambda: ended.append("") or ""
         )
     assert ended
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_call_with_an_input_that_is_differentiated_may_run_in_pieces(is_leaf: bool):  # noqa: FBT001
+    """As with images that were sampled by the gradients of the same model."""
+    given = torch.randn(ROWS, 8, requires_grad=True)
+    apart = proved(Of(torch.sigmoid), given if is_leaf else torch.cat([given[:4], given[4:]]))
+    assert apart.action(2)["kind"] == "micro_batch"
+    assert given.grad is None

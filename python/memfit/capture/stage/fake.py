@@ -35,7 +35,7 @@ from memfit.capture.stage.stage import (
 from memfit.capture.stage.stand_in import measured_updates
 from memfit.errors import MemfitError, WorkloadError
 from memfit.tensors.narrow_parameters import is_narrow, own_type
-from memfit.tensors.storage import is_wrapper
+from memfit.tensors.storage import graph_of, is_wrapper
 from memfit.weights.in_eight_bits import own_weights
 from memfit.weights.one_device import refuse_several
 from memfit.weights.slots import slots_of
@@ -119,8 +119,16 @@ def set_batch(stage: Stage, size: int) -> None:
     assert stage.fake_mode is not None
     given = batch_size(workload.batch, workload.batch_dim)
     stage.real_batch = resize_batch(workload.batch, given, size, workload.batch_dim)
+    # A fake of a graph's result cannot be differentiated, and the graph before is not of the step.
+    leaves: dict[int, Tensor] = {}
     convert = stage.fake_mode.from_tensor
-    stage.batch = tree_map_only(Tensor, convert, stage.real_batch)
+
+    def converted(tensor: Tensor) -> Tensor:
+        if graph_of(tensor) is not None:
+            tensor = leaves.setdefault(id(tensor), tensor.detach().requires_grad_())
+        return convert(tensor)
+
+    stage.batch = tree_map_only(Tensor, converted, stage.real_batch)
     if stage.device == "cuda":
         with stage.fake_mode:
             stage.batch = move_batch(stage.batch)
