@@ -314,8 +314,8 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
         lines.push("no training was found: no model with parameters ran with gradients".to_owned());
     }
     let mut text = indented(&lines);
-    let verdict = fitting.verdict.as_ref();
-    let is_idle = |of: &&FittedLoop| loop_steps(of) == 0 && loop_lines(of, verdict).is_empty();
+    let remedy = fitting.verdict.as_ref().and_then(|it| it.remedy.as_deref());
+    let is_idle = |of: &&FittedLoop| loop_steps(of) == 0 && loop_lines(of, remedy).is_empty();
     let (idle, others): (Vec<_>, Vec<_>) = fitting.loops.iter().partition(is_idle);
     let shown = if idle.len() > 1 {
         others
@@ -323,7 +323,7 @@ fn fitted(fitting: &Fitting, palette: Palette) -> String {
         fitting.loops.iter().collect()
     };
     for of in shown {
-        text.push_str(&fitted_loop(of, verdict, palette));
+        text.push_str(&fitted_loop(of, remedy, palette));
     }
     if idle.len() > 1 {
         let names: BTreeSet<String> = idle.iter().map(|of| of.models.join(" + ")).collect();
@@ -370,7 +370,7 @@ fn leased(lease: &RunLease) -> Vec<String> {
     lines
 }
 
-fn fitted_loop(of: &FittedLoop, verdict: Option<&BudgetVerdict>, palette: Palette) -> String {
+fn fitted_loop(of: &FittedLoop, remedy: Option<&str>, palette: Palette) -> String {
     let steps = loop_steps(of);
     let optimizers = match &of.optimizers[..] {
         [] if steps == 0 => "no step came to its end".to_owned(),
@@ -409,7 +409,7 @@ fn fitted_loop(of: &FittedLoop, verdict: Option<&BudgetVerdict>, palette: Palett
     if !table.is_empty() {
         text.push_str(&table.render(4, palette));
     }
-    let lines: Vec<String> = loop_lines(of, verdict)
+    let lines: Vec<String> = loop_lines(of, remedy)
         .into_iter()
         .map(|line| format!("  {line}"))
         .collect();
@@ -443,16 +443,16 @@ fn no_plan_fits(plan: &LoopPlan) -> String {
     }
 }
 
-/// The budget to ask for where no plan fits, unless the verdict has said it already or the one that was given is kept.
-fn smallest_budget(plan: &LoopPlan, verdict: Option<&BudgetVerdict>) -> Option<String> {
+/// The budget to ask for where no plan fits, unless the verdict has said it already.
+fn smallest_budget(plan: &LoopPlan, remedy: Option<&str>) -> Option<String> {
     let least = plan.minimum_budget_bytes.filter(|_| !plan.fits)?;
     let option = format!("`--budget {}`", least.0);
-    let is_new = verdict.is_none_or(|it| !it.kept && it.remedy.as_ref() != Some(&option));
+    let is_new = remedy != Some(option.as_str());
     is_new.then(|| format!("the smallest budget to ask for is {least}: {option}"))
 }
 
-/// `verdict` is what has been said already.
-fn loop_lines(of: &FittedLoop, verdict: Option<&BudgetVerdict>) -> Vec<String> {
+/// `remedy` is what the verdict has said already.
+fn loop_lines(of: &FittedLoop, remedy: Option<&str>) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(plan) = &of.plan {
         let budget = plan.budget_bytes;
@@ -469,7 +469,7 @@ fn loop_lines(of: &FittedLoop, verdict: Option<&BudgetVerdict>) -> Vec<String> {
             (false, _) if is_exact => no_plan_fits(plan),
             (false, _) => no_plan_fits(plan) + promised,
         });
-        lines.extend(smallest_budget(plan, verdict));
+        lines.extend(smallest_budget(plan, remedy));
         for action in &plan.actions {
             lines.push(format!(
                 "{}: {}, step time x {:.2} predicted",
