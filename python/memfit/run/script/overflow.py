@@ -59,7 +59,7 @@ class Overflow:
         Args:
             budget_bytes: The budget; 0 as long as it is not known.
         """
-        if not torch.cuda.is_available():
+        if torch.cuda.device_count() == 0:  # asks the driver for nothing that a fork would miss
             self.pass_begins(budget_bytes, torch.device("cpu"), fits=False)
 
     def pass_begins(self, budget_bytes: int, device: torch.device, *, fits: bool) -> None:
