@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from ran import assert_within_budget, inline
 
+from memfit.run.script.current_pass import FORBIDS_HOOKS
+
 NET = """
     import torch
     from torch import nn
@@ -335,3 +337,59 @@ def test_gradients_of_parameters_asked_for_after_backward_are_part_of_it(fuses, 
     assert loop["refusal"] is None
     assert loop["planned"]["steps"] >= 4
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+FUNCTIONAL = """
+    import torch
+    from torch import nn
+    from torch.func import functional_call, grad, stack_module_state, vmap
+
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    model = make()
+
+    def of_one(parameters, x):
+        return functional_call(model, parameters, (x[None],)).square().mean()
+
+    def squares(parameters):
+        found = vmap(grad(of_one), in_dims=(None, 0))(parameters, torch.randn(16, 64))
+        return sum(it.square().mean() for it in found.values())
+"""
+
+
+def test_a_step_that_takes_gradients_of_functions_is_left_alone(tmp_path: Path):
+    """It failed, as torch allows no hooks of saved tensors there."""
+    code = """
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(4):
+        loss = model(torch.randn(1024, 64)).square().mean()
+        loss = loss + squares(dict(model.named_parameters()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    """
+    ran = inline(tmp_path, "75%", FUNCTIONAL + code)
+    (loop,) = ran.loops
+    assert loop["refusal"] == FORBIDS_HOOKS[1]
+    assert f"`Sequential` runs unplanned: {FORBIDS_HOOKS[1]}" in ran.stderr
+
+
+def test_gradients_of_functions_after_a_use_of_parameters_are_as_without(tmp_path: Path):
+    """A use of what an optimizer updates begins a pass; torch allows no hooks in what follows."""
+    code = """
+    parameters, _ = stack_module_state([make() for _ in range(4)])
+    parameters = {name: it.detach().requires_grad_() for name, it in parameters.items()}
+    optimizer = torch.optim.Adam(parameters.values())
+    call = lambda own, x: functional_call(model, own, (x,))
+    for step in range(4):
+        loss = vmap(call, in_dims=(0, None))(parameters, torch.randn(2048, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    print(repr(squares({name: it[0].detach() for name, it in parameters.items()}).item()))
+    """
+    ran = inline(tmp_path, "8MiB", FUNCTIONAL + code)
+    # An ensemble's steps are seen by nobody, and that is what is said.
+    assert ran.fitting["verdict"]["why"].startswith("in steps of `Adam`, where no call of a model")

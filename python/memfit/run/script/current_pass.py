@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 MAX_ROOT_CALLS = 64
 """Calls of a model without a backward; beyond, the forward is taken to have been given up."""
 
+FORBIDS_HOOKS = (
+    "a transform of `torch.func` outside of its steps: nothing is planned there",
+    "it differentiates by a transform of `torch.func`, which allows no hooks of saved tensors",
+)
+"""What is said of a loop whose steps are planned all the same, and why others are not."""
+
 
 class CurrentPass:
     """The pass under way.

@@ -93,6 +93,10 @@ class Pass:
         """Have nothing on the model's modules from here on; ``False`` where it cannot go on so."""
         return True
 
+    def leaves_hooks(self) -> bool:
+        """Have no hooks of saved tensors from here on; ``False`` where it cannot go on so."""
+        return True
+
     def asks_for_gradients(self) -> None:
         """Autograd is asked for gradients on the way, as part of forward."""
 
@@ -178,6 +182,10 @@ class ObservedPass(Pass):
     def leaves_modules(self) -> bool:
         """Whether nothing is there: a way stands in for what is called."""
         return self._way is None
+
+    def leaves_hooks(self) -> bool:
+        """No: what is saved without them is in no recording."""
+        return False
 
     def asks_for_gradients(self) -> None:
         """Know it: a piece is differentiated once."""
@@ -286,6 +294,10 @@ class PlannedPass(Pass):
         """End the planned forward; what it has seen so far holds."""
         self._leave()
         return True
+
+    def leaves_hooks(self) -> bool:
+        """The same."""
+        return self.leaves_modules()
 
     def backward_begins(self) -> None:
         """End the planned forward."""

@@ -36,7 +36,7 @@ from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node, transform
-from memfit.run.script.current_pass import CurrentPass, recorder_of
+from memfit.run.script.current_pass import FORBIDS_HOOKS, CurrentPass, recorder_of
 from memfit.run.script.foreign_optimizers import ForeignOptimizers
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
@@ -312,6 +312,14 @@ class AdoptedScript:
         running = None if self._current is None else self._current.running
         if running is not None and running.in_forward and not running.leaves_modules():
             self._end_pass()
+
+    def forbids_hooks(self) -> None:
+        """End a forward that stands on hooks of saved tensors."""
+        current = self._current
+        if current is None or not current.running.in_forward or current.running.leaves_hooks():
+            return
+        self._end_pass()
+        self._leave_alone(current.loop)
 
     def backward_begins(
         self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]
@@ -650,6 +658,14 @@ class AdoptedScript:
         if line not in self._said:
             self._said.add(line)
             self._say(line)
+
+    def _leave_alone(self, loop: Loop) -> None:
+        """Plan nothing of a loop, unless its steps are others, as where a test differentiates."""
+        note, reason = FORBIDS_HOOKS
+        if loop.has_stepped:
+            loop.notes[note] = None
+        else:
+            self._refuse(loop, reason)
 
     def _refuse(self, loop: Loop, reason: str) -> None:
         if not loop.refusal:

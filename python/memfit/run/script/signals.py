@@ -55,6 +55,9 @@ class Listener(Protocol):
     def backward_ended(self) -> None:
         """It has run."""
 
+    def forbids_hooks(self) -> None:
+        """Something is about to run that fails where there are hooks of saved tensors."""
+
     def copies(self) -> None:
         """A module is about to be copied or pickled, with all that is registered on it."""
 
@@ -129,8 +132,14 @@ class Signals:
         self._in_backward = False
         self.are_ops_own = False
         self._undo: list[Callable[[], None]] = []
-        self._original_call = nn.Module.__call__
         self._call = self._calling(nn.Module.__call__)
+        graph = torch.autograd.graph
+        forbid = graph.disable_saved_tensors_hooks
+        # Into what these call the compiler looks.
+        self._of_uncompiled: list[tuple[Any, str, Any, Any]] = [
+            (nn.Module, "__call__", nn.Module.__call__, self._call),
+            (graph, "disable_saved_tensors_hooks", forbid, self._forbidding(forbid)),
+        ]
         self._direct_calls = DirectCalls(self._calling)
         self._own_methods = OwnMethods(self._method)
         self._sharing = Sharing(lambda tensor: self.tell(files.shares, tensor))
@@ -138,7 +147,8 @@ class Signals:
 
     def install(self) -> None:
         """Stand in for what tells of a training step; undone in children that the script forks."""
-        self._replace(nn.Module, "__call__", self._call)
+        for owner, name, _, stand_in in self._of_uncompiled:
+            self._replace(owner, name, stand_in)
         self._direct_calls.install()
         self._sharing.install(self._replace)
         self._undo += [self._direct_calls.remove, self._own_methods.remove, self._sharing.remove]
@@ -254,6 +264,16 @@ class Signals:
 
         return run
 
+    def _forbidding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forbid(*args: Any, **kwargs: Any) -> Any:
+            is_own = self._in_backward or self.are_ops_own or self._in_compiled
+            if not is_own and threading.get_ident() == self._thread:
+                self.tell(self._listener.forbids_hooks)
+            return original(*args, **kwargs)
+
+        return forbid
+
     def _making(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -364,15 +384,17 @@ class Signals:
             return
         self._in_compiled = True
         self.tell(self._listener.compiled_runs)
-        if nn.Module.__call__ is self._call:
-            nn.Module.__call__ = self._original_call  # type: ignore[method-assign]
+        for owner, name, original, stand_in in self._of_uncompiled:
+            if getattr(owner, name) is stand_in:
+                setattr(owner, name, original)
 
     def _compiled_ended(self) -> None:
         if not self._in_compiled:
             return
         self._in_compiled = False
-        if self._undo and nn.Module.__call__ is self._original_call:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        for owner, name, original, stand_in in self._of_uncompiled if self._undo else ():
+            if getattr(owner, name) is original:
+                setattr(owner, name, stand_in)
 
     def _stepping(self, when: str, optimizer: Optimizer) -> None:
         if threading.get_ident() != self._thread:

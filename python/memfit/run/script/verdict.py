@@ -101,6 +101,7 @@ class BudgetKept:
         self._between: Peak | None = None
         self._has_passed = False
         self._of_update = (0, "")
+        self._unseen = ""
 
     def resolve(self, budget_bytes: int) -> None:
         """Know what a percentage comes to, and judge what was before.
@@ -126,6 +127,9 @@ class BudgetKept:
             return
         peak, (of_update, optimizer) = between.close(), self._of_update
         where = _BETWEEN_STEPS if self._has_passed else _BEFORE_STEPS
+        if self._unseen and not self._has_passed:
+            steps = f"in steps of `{self._unseen}`"
+            where = f"{steps}, where no call of a model was seen and memfit plans nothing"
         if of_update == peak:
             where = f"in a step of `{optimizer}`, which no plan knows"
         self.ended(Over(BETWEEN, peak, where, "less held there, or a larger budget"))
@@ -141,6 +145,8 @@ class BudgetKept:
         between = self._between
         before = 0 if between is None else between.so_far()
         yield
+        if between is not None:
+            self._unseen = type(optimizer).__name__
         if between is not None and between is self._between and between.so_far() > before:
             self._of_update = between.so_far(), type(optimizer).__name__
 
