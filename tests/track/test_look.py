@@ -388,3 +388,36 @@ def test_what_a_backward_made_is_named_though_a_look_comes_before_its_end_is_tol
     assert found is not None
     assert OF_BACKWARD in [one.owner.name for one in found.holdings]
     assert found.by_category["temporary"] == 1 << 26
+
+
+@pytest.fixture
+def looks_taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Looks taken for a window, which take long and can tell of no peak."""
+    monkeypatch.setitem(Looks.tell.__globals__, "_TOLD", 2.0)
+    window = cpu.Window()
+    taken: list[int] = []
+    LOOKS.add(window)
+    monkeypatch.setattr(LOOKS, "_rise_seconds", 1e6)
+    monkeypatch.setattr(LOOKS, "_spent_seconds", 1e6)
+    listener = lambda: taken.append(_native.counted_bytes())  # noqa: E731
+    LOOKS.listeners.append(listener)
+    try:
+        LOOKS._set_alarm()
+        yield taken
+    finally:
+        LOOKS.listeners.remove(listener)
+        LOOKS.remove(window)
+        window.close()
+
+
+def test_what_rises_again_and_again_for_one_op_is_looked_at_once_where_looks_take_long(
+    looks_taken: list[int],
+):
+    logits, labels = torch.zeros(1 << 12, 1 << 9), torch.zeros(1 << 12, dtype=torch.long)
+    taken = len(looks_taken)
+    for _ in range(10):  # in which torch makes another tensor of that size, and lets go of it
+        torch.nn.functional.cross_entropy(logits, labels)
+    assert len(looks_taken) == taken + 1
+    higher = torch.empty(1 << 24)
+    assert len(looks_taken) == taken + 2, "above every peak that was looked at"
+    del higher

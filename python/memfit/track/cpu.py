@@ -106,6 +106,10 @@ class Window:
         """Number of the event that reached the peak so far; rises with every new peak."""
         return self._window.peak()[1]
 
+    def peak_bytes(self) -> int:
+        """Most bytes live at once so far."""
+        return self._window.peak()[0]
+
     def restart(self) -> None:
         """Begin it anew, with what is live now."""
         self._window.restart()

@@ -6,7 +6,9 @@ responsible for a look itself (:mod:`memfit.track.look`).
 A block can be asked whose it is only while it lives. So a look is taken where what is live has
 clearly risen, at the next moment at which Python runs again; before a backward, whose peak lies
 where no look can be taken, as long as the backwards before have raised a peak; and now and then.
-Together they take one part in :data:`SHARE` of the time, and a little at the beginning.
+Together they take one part in :data:`SHARE` of the time, and a little at the beginning. Looks at
+rises that take more are taken above every peak that was looked at, whatever they told of it: what
+lives for one op of a backward rises in each of its ops.
 
 Between two looks lies a *stretch* with a peak of its own, told with the names that the looks on
 both ends have given. The account of a window's peak is that of its own peak, or of the stretch that
@@ -132,6 +134,7 @@ class Looks:
         self._ended = 0.0
         self._above = 0
         self._told = 0
+        self._tried = 0
         self._looked_at = 0
         self._backward_event = 0
         self._backwards: list[int] = []  # the events at which those under way began
@@ -150,7 +153,7 @@ class Looks:
             self._spent_seconds = self._rise_seconds = 0.0
             _native.on_alarm(self._rung, _obstacle())
             BACKWARDS.watch(self)
-        self._told, self._looked_at = 0, 0  # its peak begins below those of others
+        self._told = self._tried = self._looked_at = 0  # its peak begins below those of others
         self._set_alarm()
 
     def remove(self, window: Window) -> None:
@@ -194,7 +197,8 @@ class Looks:
         if self._stretch is None or self._is_looking or _has_compiled():
             return
         started = time.thread_time()
-        is_rise = since is not None and _native.counted_bytes() > self._above
+        peak_bytes = self._stretch.peak_bytes()
+        is_rise = since is not None and peak_bytes > self._above
         with self._looking():
             found = look(more)
             if since is not None:
@@ -207,6 +211,7 @@ class Looks:
             self.tell()
             for listener in self.listeners:
                 listener()
+            self._tried = max(self._tried, peak_bytes)
             self._last_seconds = time.thread_time() - started
             self._ended = time.perf_counter()
             if is_rise:
@@ -325,10 +330,10 @@ class Looks:
         """Ring at a clear rise at once, at any rise and after long silence when there is time."""
         if self._stretch is None:
             return
-        live_bytes = max(_native.counted_bytes(), self._told)
         elapsed_seconds = time.perf_counter() - self._started
         is_long = self._rise_seconds > FREE_SECONDS + elapsed_seconds / SHARE
-        self._above = max(_LEAST_BYTES, int(_RISES[is_long] * live_bytes))
+        known_bytes = max(_native.counted_bytes(), self._told, self._tried if is_long else 0)
+        self._above = max(_LEAST_BYTES, int(_RISES[is_long] * known_bytes))
         later_above = max(_LEAST_BYTES, self._told)
         later = max(0.0, self._next() - self._started - elapsed_seconds)
         events = _native.last_event()
