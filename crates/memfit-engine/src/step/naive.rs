@@ -5,7 +5,8 @@
 //! Shares no code and no data structure with `layout/` and `sweep/`; every plan passes it.
 //!
 //! Quadratic: a step of some thousand ops takes a fraction of a second. What cannot be alive for hundreds of
-//! ops around is not asked about there; that is all the cleverness.
+//! ops around is not asked about there, nor is what is kept asked for what only a treatment changes; that is
+//! all the cleverness.
 
 mod shrunk;
 mod stored;
@@ -57,6 +58,8 @@ pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Na
         versions_of: vec![Vec::new(); trace.allocations.len()],
         ranges: Vec::new(),
         near: Vec::new(),
+        treated: Vec::new(),
+        last_writes: Vec::new(),
         stored: Stored::default(),
         makers: Vec::new(),
         passing_versions: Vec::new(),
@@ -75,7 +78,9 @@ pub fn evaluate(trace: &Trace, variant: Variant, treatments: &[Treatment]) -> Na
 impl Twin<'_> {
     fn run(&mut self) {
         let mut unpacks = vec![Vec::new(); self.trace.ops.len() + 1];
+        let mut packs = unpacks.clone();
         for (i, saved) in self.trace.saved.iter().enumerate() {
+            packs[saved.pack.index()].push(i);
             if let Some(unpack) = saved.unpack {
                 unpacks[unpack.index()].push(i);
             }
@@ -83,7 +88,7 @@ impl Twin<'_> {
         let end = self.end();
         self.updates.order(self.trace, self.variant, end);
         for (p, unpacks) in unpacks.iter().enumerate().take(end + 1) {
-            self.packs_at(p);
+            self.packs_at(p, &packs[p]);
             self.updates_at(p, end);
             for &i in unpacks {
                 self.request(i, p);
@@ -139,6 +144,15 @@ impl Twin<'_> {
         for near in &mut self.near {
             near.sort_unstable();
             near.dedup();
+            let is_treated = |&&a: &&usize| self.treatments[a] != Treatment::Keep;
+            let treated = near.iter().filter(is_treated).copied();
+            self.treated.push(treated.collect());
+        }
+        self.last_writes = vec![None; self.treatments.len()];
+        for (i, op) in self.trace.ops.iter().enumerate() {
+            for &write in op.writes.iter().filter(|_| op.phase != Phase::Optimizer) {
+                self.last_writes[self.trace.allocation_of(write).index()] = Some(i);
+            }
         }
     }
 
@@ -188,7 +202,7 @@ impl Twin<'_> {
                 self.treatments.len()
             }
         ];
-        let near = self.near[p / STRETCH].iter().copied();
+        let near = self.treated[p / STRETCH].iter().copied();
         for a in near.clone().filter(|&a| self.comes_back(a)) {
             let token = self.saved_of[a].iter().any(|&i| self.token_alive(i, p));
             stored[a] = token || self.backward_ranges(a, p, running).next().is_some();
@@ -338,13 +352,7 @@ impl Twin<'_> {
                     } else {
                         pins.push(a);
                     }
-                    let overwritten = trace.ops[op + 1..].iter().any(|later| {
-                        later.phase != Phase::Optimizer
-                            && later
-                                .writes
-                                .iter()
-                                .any(|&w| trace.allocation_of(w).index() == a)
-                    });
+                    let overwritten = self.last_writes[a].is_some_and(|last| last > op);
                     if overwritten {
                         self.result.stale = Some(index);
                     }

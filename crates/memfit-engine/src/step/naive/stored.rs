@@ -103,13 +103,13 @@ impl Twin<'_> {
     }
 
     /// Autograd packs: what is stored goes out, what is shrunk becomes narrower.
-    pub(super) fn packs_at(&mut self, p: usize) {
+    pub(super) fn packs_at(&mut self, p: usize, packs: &[usize]) {
         if self.stored.returning.is_empty() || p > self.forward_end {
             return;
         }
         let window = self.variant.window_bytes.0;
-        for saved in self.trace.saved.iter().filter(|s| s.pack.index() == p) {
-            let a = self.trace.allocation_of(saved.value).index();
+        for &i in packs {
+            let a = self.trace.allocation_of(self.trace.saved[i].value).index();
             if self.is_shrunk(a) {
                 self.shrink(a, p);
             }
@@ -254,8 +254,8 @@ impl Twin<'_> {
     }
 
     fn fetch_ahead(&mut self, p: usize) {
+        let there = self.reach(p, false, None).stored; // whatever is fetched
         for a in self.stored.order.clone() {
-            let there = self.reach(p, false, None).stored;
             if self.stored.fetched[a] || !there[a] {
                 continue;
             }

@@ -94,6 +94,10 @@ pub(super) struct Twin<'t> {
     pub(super) ranges: Vec<Vec<(usize, usize)>>,
     /// Per stretch of [`STRETCH`] positions: allocations that something but a pin or a replay may hold there.
     pub(super) near: Vec<Vec<usize>>,
+    /// Those of them that are not kept.
+    pub(super) treated: Vec<Vec<usize>>,
+    /// The last op outside the optimizer that writes to each allocation.
+    pub(super) last_writes: Vec<Option<usize>>,
     pub(super) stored: Stored,
     /// Forward ops that make the versions of each allocation.
     pub(super) makers: Vec<Vec<usize>>,
