@@ -76,3 +76,38 @@ def test_recomputed_dropout_imports_nothing_that_the_script_does_not(tmp_path: P
     )
     assert ran.stdout.split() == ["False"] * 3
     assert ran.loops[0]["plan"]["actions"]
+
+
+def test_the_collector_does_not_run_while_a_step_is_planned(tmp_path: Path):
+    """What planning makes is many objects and no cycle; each look at them all takes long."""
+    code = """
+    import gc
+    import sys
+    import torch
+    from torch import nn
+
+    def planning():
+        frame = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name == "_plan_pending":
+                return True
+            frame = frame.f_back
+        return False
+
+    collected = set()
+    gc.callbacks.append(lambda phase, info: collected.add(planning()))
+    gc.set_threshold(50, 5, 5)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        loss = model(torch.randn(4096, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    gc.callbacks.clear()
+    print(sorted(collected), gc.isenabled())
+    """
+    ran = inline(tmp_path, "12MiB", code)
+    assert ran.loops[0]["planned"]["steps"] > 0
+    assert "[False] True" in ran.stdout

@@ -56,6 +56,7 @@ from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.turns import take_turns
 from memfit.run.script.ways import PIECES, Ways, action_kind
+from memfit.track.look import undisturbed
 from memfit.track.steps import STEPS
 
 MAX_OBSERVED = 8
@@ -356,7 +357,8 @@ class Loop:
         try:
             self._forbidden.pass_begins(has_rival=self.has_rival)
             if self._must_plan_first(call.key):
-                self._plan_pending(self._outside_bytes(call, own), call)
+                with undisturbed():  # a large trace is many objects, and nothing of it a cycle
+                    self._plan_pending(self._outside_bytes(call, own), call)
             if self._must_observe(call.key):
                 return self._observe(call.key, call, own)
             return self._run(call, own, waiting)
