@@ -141,14 +141,14 @@ class Formulas:
         others: Names of nodes that have run by another formula than without a mode.
     """
 
-    def __init__(self, *, fakes: bool = False) -> None:
-        """Know of none; no op may be under way.
+    def __init__(self, sums: GradientSums | None = None) -> None:
+        """Know of none.
 
         Args:
-            fakes: Whether tensors will have no values.
+            sums: Tells the sums of gradients to do in place; ``None`` to leave them as they are.
         """
         self.others: dict[str, None] = {}
-        self._sums = GradientSums(fakes=fakes)
+        self._sums = sums
         self._node: int | None = None
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._is_own = False
@@ -185,7 +185,8 @@ class Formulas:
             self._node, self._of_product = node, None
             self._made.clear()
         name = name.rstrip("0123456789")
-        if func is SUM and self._sums.is_in_place(name, func, args) and is_called_by_engine():
+        sums = self._sums if func is SUM else None
+        if sums is not None and sums.is_in_place(name, func, args) and is_called_by_engine():
             self._is_own = False
             return IN_PLACE_SUM, args
         is_own = not torch.is_grad_enabled() and (name == _PRODUCT or name in IN_PLACE)

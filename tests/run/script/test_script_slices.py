@@ -374,7 +374,7 @@ def test_logits_are_those_of_before_where_gradients_are_asked_for_by_hand(tmp_pa
             with torch.no_grad():
                 for parameter, gradient in zip(parameters, gradients):
                     parameter.sub_(gradient, alpha=50.0)
-            print(f"{loss.item():.4f} {logits.square().sum().item():.1f}")
+            print(f"{loss.item():.4f} {logits.square().sum().item():.0f}")
         """,
     )
     assert ran.code == 0

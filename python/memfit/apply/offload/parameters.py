@@ -47,6 +47,7 @@ from memfit.apply.part import Part
 from memfit.errors import OffloadError, UsageError
 from memfit.tensors.as_without_modes import Formulas
 from memfit.tensors.barrier import Barrier, owner_of, without_barrier
+from memfit.tensors.gradient_sums import GradientSums
 from memfit.tensors.operators import only_computes
 from memfit.tensors.storage import has_others, viewed
 from memfit.torch_versions import offloaded_parameters_refusal
@@ -592,7 +593,7 @@ class UseWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_use = on_use
-        self._formulas = Formulas()
+        self._formulas = Formulas(GradientSums())
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -54,6 +54,7 @@ from memfit.capture.stage.arguments import (
 from memfit.capture.stage.call_shape import Call, describe_call
 from memfit.errors import CaptureError
 from memfit.tensors.as_without_modes import Formulas
+from memfit.tensors.gradient_sums import GradientSums
 from memfit.tensors.operators import Operator, draws_random_numbers, operator_of
 from memfit.tensors.storage import is_wrapper, may_change_unseen
 from memfit.weights.one_device import AskedGpus
@@ -158,6 +159,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 one.
         """
         super().__init__()  # type: ignore[no-untyped-call]
+        # Before anything counts nodes: it makes some. Of what a script runs, plans expect no more.
+        self.formulas = Formulas(None if fake_mode is None else GradientSums(fakes=True))
         self.ops: list[OpRecord] = []
         self.phase = FORWARD
         self.ledger = Ledger()
@@ -182,7 +185,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current_node = torch._C._current_autograd_node
         self._sequence_number = torch._C._autograd._get_sequence_nr
         self.running_node: tuple[int, str] | None = None
-        self.formulas = Formulas(fakes=fake_mode is not None)
         self.saved.convert_foreign_with(self._adopt)
 
     supports_higher_order_operators = True

@@ -32,6 +32,7 @@ from memfit import _native
 from memfit.run.script.contexts import entered
 from memfit.run.script.request import FitRequest
 from memfit.tensors.as_without_modes import Formulas
+from memfit.tensors.gradient_sums import GradientSums
 
 LEAST_ITEMS = 2
 """A batch of one often gets an algorithm of its own."""
@@ -197,7 +198,7 @@ class _InPieces(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._budget_bytes = budget_bytes
         self._cut = cut
-        self._formulas = Formulas()
+        self._formulas = Formulas(GradientSums())
         self.has_cut = self.has_seen = False
 
     @classmethod
