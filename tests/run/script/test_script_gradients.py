@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ran import assert_within_budget, inline
 
-from memfit.run.script.current_pass import FORBIDS_HOOKS
+from memfit.run.script.current_pass import FORBIDS_HOOKS, FORWARD_MODE
 
 NET = """
     import torch
@@ -393,3 +393,39 @@ def test_gradients_of_functions_after_a_use_of_parameters_are_as_without(tmp_pat
     ran = inline(tmp_path, "8MiB", FUNCTIONAL + code)
     # An ensemble's steps are seen by nobody, and that is what is said.
     assert ran.fitting["verdict"]["why"].startswith("in steps of `Adam`, where no call of a model")
+
+
+def test_a_step_that_differentiates_in_forward_mode_is_left_alone(tmp_path: Path):
+    """It failed, as tangents that are zero have no memory; watched, its last bits were others."""
+    code = """
+    from torch.autograd import forward_ad
+
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(4):
+        x = torch.randn(1024, 64)
+        loss = model(x).square().mean()
+        with forward_ad.dual_level():
+            given = forward_ad.make_dual(x[:8], torch.ones(8, 64))
+            slope = forward_ad.unpack_dual(model(given)).tangent.mean()
+        (loss + slope).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()), repr(slope.item()))
+    """
+    (loop,) = inline(tmp_path, "75%", FUNCTIONAL + code).loops
+    assert loop["refusal"] == FORWARD_MODE[1]
+
+
+def test_forward_mode_in_what_torch_traces_is_as_without(tmp_path: Path):
+    """Nothing is left there: the modes of a trace come off in an order of their own."""
+    code = """
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(4):
+        x = torch.randn(1024, 64)
+        result, tangent = torch.func.linearize(model, x)
+        result.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(result.sum().item()), repr(tangent(x).sum().item()))
+    """
+    inline(tmp_path, "75%", FUNCTIONAL + code)

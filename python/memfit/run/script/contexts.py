@@ -39,6 +39,11 @@ def transform() -> str:
     return "runs under a transform of `torch.func`" if under else ""
 
 
+def is_traced() -> bool:
+    """Whether torch traces what runs, by a mode that is not taken off in the order of entering."""
+    return any(hasattr(mode, "_mode_key") for mode in _get_current_dispatch_mode_stack())
+
+
 def in_node() -> bool:
     """Whether autograd runs a node on this thread: a hook of the script's has been called.
 

@@ -31,6 +31,12 @@ FORBIDS_HOOKS = (
 )
 """What is said of a loop whose steps are planned all the same, and why others are not."""
 
+FORWARD_MODE = (
+    "forward-mode differentiation outside of its steps: nothing is planned there",
+    "it differentiates in forward mode, whose formulas are others where ops are watched",
+)
+"""The same."""
+
 
 class CurrentPass:
     """The pass under way.

@@ -211,14 +211,14 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd holds instead of a tensor that it saves."""
-        if self.problem or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if self.problem or not _has_memory(tensor):
             return tensor
         with torch.no_grad():
             return _Saved(tensor, self.saved.pack(tensor), self.saved)
 
     def pack_recomputed(self, tensor: Tensor) -> Tensor | Recomputed:
         """What stands for a tensor that a checkpoint of the script saves when it recomputes."""
-        if self.problem or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if self.problem or not _has_memory(tensor):
             return tensor
         allocation = self.ledger.seen(tensor)
         if self.ledger.static[allocation]:
@@ -249,6 +249,15 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         if saved.token is None:
             raise RuntimeError("a saved tensor was asked for again that its node had let go of")
         return self.saved.unpack(saved.token)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own; that of zeros which nobody has written down has none.
+
+    Such are tangents that do not change, of forward-mode differentiation.
+    """
+    is_strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return is_strided and not tensor._is_zerotensor()
 
 
 class SavesKeeper(ScriptRecorder):  # type: ignore[no-untyped-call]

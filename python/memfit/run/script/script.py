@@ -36,7 +36,7 @@ from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node, transform
-from memfit.run.script.current_pass import FORBIDS_HOOKS, CurrentPass, recorder_of
+from memfit.run.script.current_pass import CurrentPass, recorder_of
 from memfit.run.script.foreign_optimizers import ForeignOptimizers
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
@@ -313,13 +313,13 @@ class AdoptedScript:
         if running is not None and running.in_forward and not running.leaves_modules():
             self._end_pass()
 
-    def forbids_hooks(self) -> None:
-        """End a forward that stands on hooks of saved tensors."""
+    def forbids_watching(self, why: tuple[str, str]) -> None:
+        """End a forward that stands on modes and on hooks of saved tensors."""
         current = self._current
         if current is None or not current.running.in_forward or current.running.leaves_hooks():
             return
         self._end_pass()
-        self._leave_alone(current.loop)
+        self._leave_alone(current.loop, why)
 
     def backward_begins(
         self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]
@@ -659,9 +659,9 @@ class AdoptedScript:
             self._said.add(line)
             self._say(line)
 
-    def _leave_alone(self, loop: Loop) -> None:
+    def _leave_alone(self, loop: Loop, why: tuple[str, str]) -> None:
         """Plan nothing of a loop, unless its steps are others, as where a test differentiates."""
-        note, reason = FORBIDS_HOOKS
+        note, reason = why
         if loop.has_stepped:
             loop.notes[note] = None
         else:

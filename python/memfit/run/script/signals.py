@@ -22,8 +22,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim import Optimizer
 
+from memfit.run.script.contexts import is_traced
+from memfit.run.script.current_pass import FORBIDS_HOOKS, FORWARD_MODE
 from memfit.run.script.direct_calls import DirectCalls
 from memfit.run.script.fused import UpdatesMadeError
 from memfit.run.script.loaded import LoadCall
@@ -55,8 +58,8 @@ class Listener(Protocol):
     def backward_ended(self) -> None:
         """It has run."""
 
-    def forbids_hooks(self) -> None:
-        """Something is about to run that fails where there are hooks of saved tensors."""
+    def forbids_watching(self, why: tuple[str, str]) -> None:
+        """Something is about to run that fails, or computes otherwise, where ops are watched."""
 
     def copies(self) -> None:
         """A module is about to be copied or pickled, with all that is registered on it."""
@@ -134,11 +137,12 @@ class Signals:
         self._undo: list[Callable[[], None]] = []
         self._call = self._calling(nn.Module.__call__)
         graph = torch.autograd.graph
-        forbid = graph.disable_saved_tensors_hooks
+        forbid, dual = graph.disable_saved_tensors_hooks, forward_ad.enter_dual_level
         # Into what these call the compiler looks.
         self._of_uncompiled: list[tuple[Any, str, Any, Any]] = [
             (nn.Module, "__call__", nn.Module.__call__, self._call),
-            (graph, "disable_saved_tensors_hooks", forbid, self._forbidding(forbid)),
+            (graph, "disable_saved_tensors_hooks", forbid, self._leaving(forbid, FORBIDS_HOOKS)),
+            (forward_ad, "enter_dual_level", dual, self._leaving(dual, FORWARD_MODE)),
         ]
         self._direct_calls = DirectCalls(self._calling)
         self._own_methods = OwnMethods(self._method)
@@ -264,15 +268,15 @@ class Signals:
 
         return run
 
-    def _forbidding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _leaving(self, original: Callable[..., Any], why: tuple[str, str]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def forbid(*args: Any, **kwargs: Any) -> Any:
+        def leave(*args: Any, **kwargs: Any) -> Any:
             is_own = self._in_backward or self.are_ops_own or self._in_compiled
-            if not is_own and threading.get_ident() == self._thread:
-                self.tell(self._listener.forbids_hooks)
+            if not (is_own or is_traced()) and threading.get_ident() == self._thread:
+                self.tell(self._listener.forbids_watching, why)
             return original(*args, **kwargs)
 
-        return forbid
+        return leave
 
     def _making(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
