@@ -252,7 +252,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own; that of zeros which nobody has written down has none.
+    """Whether a tensor has memory; one of zeros that were never written has none.
 
     Such are tangents that do not change, of forward-mode differentiation.
     """

@@ -327,7 +327,7 @@ class AdoptedScript:
         """End the forward of the pass; until backward has run, what is elsewhere is in use.
 
         Gradients asked for on the way, as a penalty on them is computed from, are part of forward.
-        Those of the model's parameters are a backward, whoever makes the updates.
+        Those of the model's parameters are a backward, with updates by hand or by an optimizer.
         """
         keep_weights(lambda: folder_of_files(self._request))
         self._of_others.pause()
