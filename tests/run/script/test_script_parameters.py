@@ -208,6 +208,37 @@ def test_a_script_that_is_left_alone_midway_has_its_parameters_back(tmp_path: Pa
     assert loop["planned"]["steps"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_model_that_is_traced_has_its_parameters_back_and_goes_on(tmp_path: Path):
+    """TorchScript reads parameters where no call of a module tells of it."""
+    ran = offloaded(
+        tmp_path,
+        DEEP
+        + """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 512)
+    for step in range(8):
+        if step == 4:
+            with torch.no_grad():
+                print(repr(model(x).sum().item()))
+                traced = torch.jit.trace(model, x)
+                print(repr(traced(x).sum().item()))
+        loss = model(torch.randn(16, 512)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(repr(loss.item()))
+    with torch.no_grad():
+        print(repr(traced(x).sum().item()))
+    torch.save(model.state_dict(), "end.pt")
+    """,
+    )
+    assert parameters_away(ran) == 8
+    (loop,) = ran.loops
+    assert loop["refusal"] is None
+    assert loop["planned"]["steps"] >= 6
+
+
 def test_a_script_that_updates_by_hand_keeps_its_parameters(tmp_path: Path):
     ran = offloaded(
         tmp_path,

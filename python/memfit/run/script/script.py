@@ -313,6 +313,13 @@ class AdoptedScript:
         if running is not None and running.in_forward and not running.leaves_modules():
             self._end_pass()
 
+    def traces(self) -> None:
+        """Have all parameters in memory."""
+        if self._current is not None and self._current.running.in_forward:
+            self._end_pass()
+        for loop in self._loops:
+            loop.placing.leave_plan()
+
     def forbids_watching(self, why: tuple[str, str]) -> None:
         """End a forward that stands on modes and on hooks of saved tensors."""
         current = self._current

@@ -64,6 +64,9 @@ class Listener(Protocol):
     def copies(self) -> None:
         """A module is about to be copied or pickled, with all that is registered on it."""
 
+    def traces(self) -> None:
+        """TorchScript is about to trace a module, whose parameters it reads without a call."""
+
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """An optimizer has been made."""
 
@@ -163,6 +166,8 @@ class Signals:
         engine = getattr(torch.autograd, "_engine_run_backward")  # noqa: B009 - torch does not export it
         self._replace(torch.autograd, "_engine_run_backward", self._differentiating(engine))
         self._replace(nn.Module, "__reduce_ex__", self._copying(nn.Module.__reduce_ex__))
+        for name in ("trace", "trace_module"):
+            self._replace(torch.jit, name, self._tracing(getattr(torch.jit, name)))
         self._replace(Optimizer, "__init__", self._making(Optimizer.__init__))
         self._replace(Optimizer, "state_dict", self._saving(Optimizer.state_dict))
         self._replace(Optimizer, "load_state_dict", self._restoring(Optimizer.load_state_dict))
@@ -311,6 +316,15 @@ class Signals:
             return original(module, *args)
 
         return reduce
+
+    def _tracing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            if not (self._inside or self._in_backward) and threading.get_ident() == self._thread:
+                self.tell(self._listener.traces)
+            return original(*args, **kwargs)
+
+        return trace
 
     def _saving(self, original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
         @functools.wraps(original)
