@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ran import assert_within_budget, inline
 
-from memfit.run.script.current_pass import FORBIDS_HOOKS, FORWARD_MODE
+from memfit.run.script.current_pass import FORBIDS_HOOKS, FORWARD_MODE, KEEPS_GRAPH
 
 NET = """
     import torch
@@ -120,6 +120,20 @@ def test_steps_that_ask_for_the_gradients_of_their_parameters_are_planned(
     assert plan["fits"] == (step != "curved")
     assert loop["planned"]["peak_bytes"] <= plan["budget_bytes"] < plan["unplanned_peak_bytes"]
     assert loop["planned"]["steps"] >= 4
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_graph_that_nothing_differentiates_ends_with_the_step(tmp_path: Path, first: int):
+    step = f"loss.backward(create_graph=step >= {first})"
+    code = BY_HAND.replace("STEP(loss)", f"{step}; optimizer.step(); optimizer.zero_grad()")
+    ran = inline(tmp_path, "8MiB", code.replace("STEP", "put_in_place"), offload="chosen")
+    (loop,) = ran.loops
+    if first:
+        assert loop["planned"]["steps"] == 2
+        assert any(KEEPS_GRAPH[0] in note for note in loop["notes"])
+    else:
+        assert f"memfit: `Sequential` runs unplanned: {KEEPS_GRAPH[1]}" in ran.stderr
 
 
 def test_a_test_that_adapts_by_hand_leaves_the_steps_planned(tmp_path: Path):

@@ -37,6 +37,12 @@ FORWARD_MODE = (
 )
 """The same."""
 
+KEEPS_GRAPH = (
+    "steps whose only backward keeps a graph (`create_graph=True`): nothing is planned there",
+    "its only backward keeps a graph (`create_graph=True`), as if more were to be differentiated",
+)
+"""The same."""
+
 
 class CurrentPass:
     """The pass under way.
@@ -47,9 +53,10 @@ class CurrentPass:
         key: Its key.
         running: How it runs.
         wanted: What of its outputs is still differentiable.
+        keeps_graph: Whether a backward has run in its forward that may be differentiated.
     """
 
-    __slots__ = ("_called", "key", "loop", "root", "running", "wanted")
+    __slots__ = ("_called", "keeps_graph", "key", "loop", "root", "running", "wanted")
 
     def __init__(self, loop: Loop, root: nn.Module, call: Call, running: Pass) -> None:
         """Know what runs.
@@ -65,6 +72,7 @@ class CurrentPass:
         self.key: Key = call.key
         self.running = running
         self.wanted = Wanted()
+        self.keeps_graph = False
         self._called = weakref.ref(call.module)
 
     def goes_on_with(self, root: nn.Module, called: nn.Module) -> bool:

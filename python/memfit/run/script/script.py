@@ -36,7 +36,7 @@ from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import in_node, transform
-from memfit.run.script.current_pass import CurrentPass, recorder_of
+from memfit.run.script.current_pass import KEEPS_GRAPH, CurrentPass, recorder_of
 from memfit.run.script.foreign_optimizers import ForeignOptimizers
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
@@ -352,6 +352,7 @@ class AdoptedScript:
         elif self._current is not None:
             self._current.running.asks_for_gradients()
             self._current.loop.differentiates_more = True
+            self._current.keeps_graph = accumulates or self._current.keeps_graph
         self._uses.begin(self._loops)
         current = self._current
         if current is not None and not current.running.in_forward:
@@ -482,10 +483,15 @@ class AdoptedScript:
             if current is not None:
                 current.loop.placing.is_loose = True
             return
-        if current is not None and not current.running.in_forward:
+        if current is None:
+            return
+        if not current.running.in_forward:
             self._complete(current, optimizer)
             if self._current is None:
                 self._files.begins("step")
+        elif current.keeps_graph and current.loop.placing.updated_by([optimizer]):
+            self._end_pass()
+            self._leave_alone(current.loop, KEEPS_GRAPH)
 
     def compiled_runs(self) -> None:
         """Leave a step alone in which something compiled runs, but for its optimizer's own."""
