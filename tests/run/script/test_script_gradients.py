@@ -405,7 +405,7 @@ def test_gradients_of_functions_after_a_use_of_parameters_are_as_without(tmp_pat
     print(repr(squares({name: it[0].detach() for name, it in parameters.items()}).item()))
     """
     ran = inline(tmp_path, "8MiB", FUNCTIONAL + code)
-    # An ensemble's steps are seen by nobody, and that is what is said.
+    # Nothing tells of an ensemble's steps, and that is what is said.
     assert ran.fitting["verdict"]["why"].startswith("in steps of `Adam`, where no call of a model")
 
 
