@@ -17,7 +17,6 @@ and knows who else needs the memory.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -30,6 +29,7 @@ from memfit.tensors.convolution_kinds import BACKWARD, gives_the_same
 from memfit.tensors.divisor_gradient import Run
 from memfit.tensors.layouts import PLAIN
 from memfit.tensors.shape_saves import blank_like
+from memfit.tensors.stand_ins import StandIn
 
 NODE = "ConvolutionBackward"
 
@@ -38,20 +38,6 @@ _KINDS = (Tensor, nn.Parameter)
 _LEAF = "torch::autograd::AccumulateGrad"
 _WEIGHT_PART = 1 / 4
 """Part of the saved input that the weight's gradient may be, which is there in its place."""
-
-
-class LetsGo(ABC):
-    """What stands for a saved tensor and can forget it before its node ends."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def let_go(self) -> Tensor | None:
-        """Hold the memory of the tensor no longer; it is not asked for again.
-
-        Returns:
-            One that looks like it, over memory that is never touched; ``None`` where it stays.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +99,7 @@ def in_two(node: Any, args: tuple[Any, ...]) -> InTwo | None:
     if before is None or before.name() == _LEAF:
         return None  # the script has it
     saved = node._raw_saved_input
-    if saved.unpack_hook is not None and not isinstance(saved.data, LetsGo):
+    if saved.unpack_hook is not None and not isinstance(saved.data, StandIn):
         return None
     return InTwo(node, args) if gives_the_same(args) else None
 

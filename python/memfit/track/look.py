@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from memfit import _native
+from memfit.tensors.stand_ins import StandIn
 from memfit.track import variables
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cycles import held_by_hooks, kept_on_ctx, on_ctx, own_hook
@@ -227,6 +228,9 @@ def _young() -> list[Tensor]:
     nodes = [thing for thing in objects if issubclass(type(thing), torch._C._FunctionBase)]
     of_nodes = {id(value) for value in gc.get_referents(*gc.get_referents(*nodes))}
     of_nodes.update(id(tensor) for node in nodes for tensor in on_ctx(node))
+    known: set[int] = set()
+    stand_ins = [thing for thing in objects if issubclass(type(thing), StandIn)]
+    of_nodes.update(id(tensor) for one in stand_ins for tensor in one.held(known))
     return [
         thing
         for thing in objects

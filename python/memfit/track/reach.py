@@ -31,6 +31,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from memfit.libraries import is_library, module_name
+from memfit.tensors.stand_ins import StandIn
 from memfit.tensors.storage import gradient_of, graph_of, is_leaf, plain_tensors
 from memfit.track import owners
 from memfit.track.graphs import Graphs
@@ -118,6 +119,7 @@ class Walk:
     _seen: set[int] = field(default_factory=set)
     _kept: list[Any] = field(default_factory=list)
     _kinds: dict[type, str] = field(default_factory=dict)
+    _stood_for: set[int] = field(default_factory=set)
     _visited: int = 0
 
     def __post_init__(self) -> None:
@@ -338,6 +340,11 @@ class Walk:
                 category = CAST_CACHE if is_cast else ACTIVATION
                 for part in plain_tensors(value):
                     self.reached.append(Reached(part, category, variable, True, id(node)))  # noqa: FBT003
+            elif isinstance(value, StandIn):
+                for tensor in value.held(self._stood_for):
+                    self._seen.add(id(tensor))
+                    self.reached.append(Reached(tensor, ACTIVATION, variable, True, id(node)))  # noqa: FBT003
+                self._kept.append(value)
             elif value is not None:
                 self._held_by_graph(variable, value, id(node))
 

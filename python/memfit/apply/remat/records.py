@@ -28,12 +28,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import enable_reentrant_dispatch
+from torch.utils._pytree import tree_leaves
 
-from memfit.tensors.convolution_in_two import LetsGo
 from memfit.tensors.shape_saves import blank, blank_like
+from memfit.tensors.stand_ins import StandIn
 from memfit.tensors.versions import counter_of, version_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from memfit.apply.offload.tiers import Parcel
     from memfit.apply.remat.randomness import GeneratorState
     from memfit.tensors.operators import Operator
@@ -302,7 +305,7 @@ class Fetch:
         self.stay: object | None = None
 
 
-class Token(LetsGo):
+class Token(StandIn):
     """What autograd holds in place of a tensor that is not kept; takes no memory.
 
     Hooks switch autograd's own check for in-place changes off, and whoever else holds the tensor
@@ -356,6 +359,27 @@ class Token(LetsGo):
             self.state.anchor = None
         return self.blank()
 
+    def held(self, known: set[int]) -> Iterator[Tensor]:
+        """What it is, where that is in memory, and what it is computed again from."""
+        if self.written is not None:
+            yield self.written
+        waiting = [self.state]
+        while waiting:
+            state = waiting.pop()
+            if id(state) in known:
+                continue
+            known.add(id(state))
+            producer = state.producer
+            if state.anchor is not None:
+                yield state.anchor
+            if isinstance(producer, Record) and id(producer) not in known:
+                known.add(id(producer))
+                arguments = tree_leaves((producer.args, producer.kwargs))
+                yield from (it.tensor for it in arguments if isinstance(it, Pin))
+                waiting.extend(producer.states)
+            elif isinstance(producer, Fetch) and producer.source is not None:
+                yield producer.source
+
     def is_written_to(self, alias: Tensor) -> None:
         """Take note that an op wrote to the saved memory; autograd refuses it where it is counted.
 
@@ -376,7 +400,7 @@ class Token(LetsGo):
 
 
 @dataclass(slots=True)
-class Kept(LetsGo):
+class Kept(StandIn):
     """A saved tensor that is not dropped.
 
     Hooks switch autograd's own check for in-place changes off, so the version is kept here.
@@ -401,6 +425,11 @@ class Kept(LetsGo):
         looks_alike = blank_like(self.tensor)
         self.tensor = None
         return looks_alike
+
+    def held(self, known: set[int]) -> Iterator[Tensor]:  # noqa: ARG002 - there is but one
+        """The tensor."""
+        if self.tensor is not None:
+            yield self.tensor
 
 
 def require_unchanged(tensor: Tensor, version: int, shape: list[int]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,18 +43,18 @@ from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
 from memfit.tensors.backward_in_place import Lean
-from memfit.tensors.convolution_in_two import LetsGo
 from memfit.tensors.moments import eight_bit_refusal
 from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
+from memfit.tensors.stand_ins import StandIn
 from memfit.tensors.storage import address, gradient_of, is_fixed, plain_tensors, viewed
 from memfit.tensors.versions import counter_of, version_of
 
 _PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
 
-class _Saved(LetsGo):
+class _Saved(StandIn):
     """A token of the recording, and what tells whether the tensor was written to since."""
 
     __slots__ = ("counter", "is_view", "keeper", "shape", "token", "version")
@@ -91,6 +91,12 @@ class _Saved(LetsGo):
         if blank is not None:
             self.token = None
         return blank
+
+    def held(self, known: set[int]) -> Iterator[Tensor]:  # noqa: ARG002 - there is but one
+        """The tensor, where it is not held in files."""
+        tensor = self.token.tensor if isinstance(self.token, Token) else self.token
+        if tensor is not None:
+            yield tensor
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
