@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _USE = "(a parameter)"
 """The path of what begins with a parameter's use, which is no module's."""
 
 
-@dataclass(slots=True, frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Call:
     """A call that begins a pass, or is one without gradients.
 
@@ -71,9 +72,9 @@ class Call:
         data = tuple(it for it in tensors if trained(it) is None)
         return Call(root, (data, {}), _USE, is_use=True)
 
-    @property
+    @cached_property
     def key(self) -> Key:
-        """The key of the pass."""
+        """The key of the pass, as it is when it is first asked for."""
         return key_of(self.module, self.inputs, self.path, self.turn)
 
 
