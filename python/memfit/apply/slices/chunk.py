@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from memfit.apply.slices.deferred import DeferredLogits, Whole
+from memfit.apply.slices.deferred import DeferredLogits
 from memfit.apply.slices.weight_copies import Linear
+from memfit.apply.slices.whole_logits import Whole
 from memfit.apply.slices.writes import WATCHED, make_what_is_written
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.tensors.function_modes import put_beneath, take_off, torchs_own

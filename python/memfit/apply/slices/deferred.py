@@ -13,7 +13,7 @@ instead, by autograd as always, and the deferred logits only remember where that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -23,159 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from memfit.apply.slices.gradient_looks import Looks, Step, Way
+from memfit.apply.slices.gradient_looks import Step, Way
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
-from memfit.apply.slices.weight_copies import Linear, WeightsBefore
-from memfit.apply.slices.writes import WATCHED
+from memfit.apply.slices.whole_logits import Whole
 from memfit.tensors.function_modes import torchs_own
 from memfit.tensors.versions import version_of
-
-Told = Callable[[str], None]
-"""Told what happened, as a word or two."""
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The autocast state that a linear layer was called under.
-
-    Attributes:
-        device: Kind of device.
-        dtype: What it computes in; ``None`` where autocast is off.
-    """
-
-    device: str
-    dtype: torch.dtype | None
-
-    @staticmethod
-    def of(tensor: Tensor) -> Autocast:
-        """The state now, on the device of a tensor."""
-        kind = tensor.device.type
-        if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
-            return Autocast(kind, None)
-        return Autocast(kind, torch.get_autocast_dtype(kind))
-
-    def again(self) -> torch.autocast:
-        """A context with that state."""
-        return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None)
-
-
-class Whole:
-    """The whole logits of one call of the head, computed at most once.
-
-    Attributes:
-        slices: Into how many slices a loss is cut; 0 where no loss is, and who looks at some rows
-            gets those alone.
-        sliced: Told about each loss that is computed in slices, and of rows that are alone.
-        in_script: As of :class:`memfit.apply.slices.chunk.ChunkedLoss`.
-        looks: Who looks at gradients of the logits.
-        logits: What stands for the whole logits.
-        is_exposed: Whether their memory is known where no op tells of a write.
-    """
-
-    logits: Callable[[], DeferredLogits | None]
-
-    def __init__(
-        self,
-        linear: Linear,
-        slices: int,
-        sliced: Told,
-        whole: Told,
-        *,
-        in_script: bool = False,
-    ) -> None:
-        """Put off a call of ``F.linear``.
-
-        Args:
-            linear: Its input, weight and bias.
-            slices: As the attribute.
-            sliced: As the attribute.
-            whole: Told who needs the logits whole, once.
-            in_script: As the attribute.
-        """
-        self.slices, self.in_script = slices, in_script
-        self.sliced = sliced
-        self._given = WeightsBefore(linear, copies=in_script)
-        self._autocast = Autocast.of(linear[0])
-        self._grad = torch.is_grad_enabled()
-        self._dtype = self._autocast.dtype or linear[0].dtype
-        tensors = [it for it in linear if it is not None]
-        self._requires_grad = self._grad and any(it.requires_grad for it in tensors)
-        self._whole = whole
-        self._computed: Tensor | None = None
-        self.looks, self.is_exposed = Looks(), False
-        WATCHED.add(self)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the logits."""
-        return self._dtype
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the logits have a graph."""
-        return self._requires_grad
-
-    def made_of(self) -> Iterator[Tensor]:
-        """What the logits are made of and may be written to."""
-        return self._given.to_be_written()
-
-    def called_with(self) -> Linear:
-        """Input, weight and bias of the call that was put off."""
-        return self._given.linear()
-
-    def make(self, who: str) -> None:
-        """Compute the logits now, if there is still somebody to look at them."""
-        logits = self.logits()
-        if logits is not None:
-            logits._computed(who)
-        WATCHED.discard(self)
-
-    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """What the loss in slices is computed from; without a graph where the logits have none.
-
-        Args:
-            hidden: Hidden values; they are had in the type of the logits.
-
-        Returns:
-            Those, and input, weight and bias that the head was called with.
-        """
-        given, weight, bias = self._given.linear()
-        if not self.requires_grad:
-            hidden, given, weight = hidden.detach(), given.detach(), weight.detach()
-            bias = bias if bias is None else bias.detach()
-        return hidden.to(self.dtype), given, weight, bias
-
-    def rows(self, hidden: Tensor) -> Tensor | None:
-        """Logits of some rows; ``None`` where they are all, or not to be computed alone.
-
-        Args:
-            hidden: Their features, in the last dimension.
-        """
-        if self.slices or self._computed is not None:
-            return None
-        given, weight, bias = self._given.linear()
-        if hidden.numel() >= given.numel():
-            return None
-        self.sliced("rows")
-        return self._linear((hidden, weight, bias))
-
-    def computed(self, who: str) -> Tensor:
-        """The logits as the model would have had them."""
-        if self._computed is None:
-            self._whole(who)
-            self._computed = self.anew()
-            WATCHED.discard(self)
-        return self._computed
-
-    def anew(self) -> Tensor:
-        """The logits before any write to them."""
-        return self._linear(self._given.linear())
-
-    def _linear(self, linear: Linear) -> Tensor:
-        # Modes have seen the call; they see it once.
-        graph, modes = torch.set_grad_enabled(self._grad), torch._C.DisableTorchFunction()
-        with graph, self._autocast.again(), modes:
-            return F.linear(*linear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +112,7 @@ class DeferredLogits(Tensor):
         whole.logits = ref(made)
         return made
 
-    def _computed(self, who: str) -> Tensor:
+    def become_real(self, who: str) -> Tensor:
         """The logits that it stands for."""
         if self._real is None:
             view = self._view
@@ -268,7 +120,7 @@ class DeferredLogits(Tensor):
             if made is None and view.before is None:
                 made = view.whole.computed(who)
             elif made is None and view.before is not None:
-                made = self._stepped(view.before[0]._computed(who))
+                made = self._stepped(view.before[0].become_real(who))
                 if view.before[0]._is_written() and not _is_alias(made, view.before[0]):
                     made = self._stepped(view.before[0]._unwritten())
             assert made is not None, "rows, all logits, or what is made from others"
@@ -331,7 +183,7 @@ class DeferredLogits(Tensor):
         whole = self._view.whole
         whole.is_exposed |= func in _EXPOSING
         if func in _LOOKING and whole.requires_grad:
-            whole.looks.logits[self._view.place] = lambda: self._computed("a gradient")
+            whole.looks.logits[self._view.place] = lambda: self.become_real("a gradient")
             whole.looks.linear = whole.called_with
 
     @classmethod
@@ -345,7 +197,7 @@ class DeferredLogits(Tensor):
     def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
         """Say what this is without computing it, but to a script: that prints its logits."""
         if self._view.whole.in_script:
-            return repr(self._computed("repr"))
+            return repr(self.become_real("repr"))
         return f"DeferredLogits(shape={tuple(self._view.shape)}, dtype={self._view.dtype})"
 
 
@@ -366,7 +218,7 @@ def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def keep(gradient: Tensor, place: int = place) -> None:
             kept[place] = kept[place] + gradient if place in kept else gradient
 
-        hooks.append(it._computed("grad").register_hook(keep))  # type: ignore[no-untyped-call]
+        hooks.append(it.become_real("grad").register_hook(keep))  # type: ignore[no-untyped-call]
         linear = it._view.whole.called_with()
         instead.append(next(part for part in linear if part is not None and part.requires_grad))
     try:
@@ -388,14 +240,14 @@ def _gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _is_alias(tensor: Tensor, logits: DeferredLogits) -> bool:
     """Whether what follows from logits shows their memory."""
     memory = tensor.untyped_storage()._cdata
-    return bool(memory == logits._computed("an alias").untyped_storage()._cdata)
+    return bool(memory == logits.become_real("an alias").untyped_storage()._cdata)
 
 
 def _go_on(logits: Any) -> None:
     """Take a gradient on to the real logits: a function of autograd's own does not ask for them."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient, logits.grad = logits.grad, None
-    real = logits._computed("an autograd function")
+    real = logits.become_real("an autograd function")
     torch.autograd.backward(real, gradient, retain_graph=True)
 
 
@@ -416,7 +268,7 @@ def without_deferred(result: Any) -> Any:
 def _real(value: Any, who: str) -> Any:
     """The same nest of values with real logits in place of deferred ones."""
     if isinstance(value, DeferredLogits):
-        return value._computed(who)
+        return value.become_real(who)
     if isinstance(value, (tuple, list)) and type(value) in {tuple, list}:
         return type(value)(_real(item, who) for item in value)
     if isinstance(value, dict):
