@@ -19,6 +19,8 @@ _LIBRARIES = (
     "<frozen",
     PACKAGE,
 )
+_FOLDERS = ("/site-packages/", "/dist-packages/")
+"""Where packages lie that are installed for one user, with the system or in a folder of choice."""
 
 
 def is_library(file: str) -> bool:
@@ -27,7 +29,7 @@ def is_library(file: str) -> bool:
     Args:
         file: Its path, as code and modules have it.
     """
-    return file.startswith(_LIBRARIES)
+    return file.startswith(_LIBRARIES) or any(folder in file for folder in _FOLDERS)
 
 
 def module_name(thing: Any) -> str:
