@@ -25,7 +25,7 @@ from memfit.tensors.gradient_hooks import another_forward, forward_hooks, own_fo
 
 
 class InPieces(Part):
-    """Runs a model's calls on one piece of the batch after the other."""
+    """Runs a model's calls on one piece of the batch after the other; keeps no model alive."""
 
     def __init__(self, model: nn.Module, count: int, ops: Mapping[str, Any]) -> None:
         """Prepare; nothing is installed before :meth:`forward`.
@@ -47,8 +47,8 @@ class InPieces(Part):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             message = f"the plan's `micro_batch` action is malformed: {error!r}"
             raise UsageError(message) from error
-        self._pieces = Pieces(model, count, cut, draws, proof, loss)
         self._held = weakref.ref(model)
+        self._how = (count, cut, draws, proof, loss)
         self._own_forwards = own_forwards(model)
         self._changed = another_forward(model, self._own_forwards)
         self._left = ""
@@ -67,13 +67,13 @@ class InPieces(Part):
         """What a forward runs inside."""
         self._left = ""
         model = borrowed(self._held)
-        whole = model.forward
+        whole, pieces = model.forward, Pieces(model, *self._how)
         self._changed = self._changed or another_forward(model, self._own_forwards)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 self._require_unseen()
-                return self._pieces.run(whole, args, kwargs)
+                return pieces.run(whole, args, kwargs)
             except LeftProof as left:
                 self._left = self._left or str(left)
                 return whole(*args, **kwargs)
