@@ -131,7 +131,7 @@ class AdoptedScript:
         self._evaluation = contextlib.ExitStack()
         self._untrained = UntrainedModels(request)
         self._stepping = self._uncollected = 0
-        self._steps_inside = False
+        self._steps_inside = self._has_passed = False
         self._thread = threading.get_ident()
         self._refusal = ""
 
@@ -226,6 +226,7 @@ class AdoptedScript:
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
         self._parameter_uses.leave()  # first: it would see all that memfit looks at
+        self._has_passed = True
         call = self._turns.told_apart(call, root)
         self._files.gradients.pass_begins()
         loop = self._loop_of(root)
@@ -407,10 +408,12 @@ class AdoptedScript:
             for loop in self._loops:
                 loop.rest()
             live = self._live_bytes()
-            # A model before and its optimizer may hold each other. Not if nothing has come since.
-            if live > self._uncollected and any(it.need.is_of_garbage() for it in self._loops):
+            # A model before and its optimizer may hold each other. Not if nothing has come since,
+            # as where each parameter has an optimizer of its own.
+            has_come = self._has_passed and live > self._uncollected
+            if has_come and any(it.need.is_of_garbage() for it in self._loops):
                 gc.collect()
-                self._uncollected = self._live_bytes()
+                self._uncollected, self._has_passed = self._live_bytes(), False
 
     def _live_bytes(self) -> int:
         """Bytes live where the loops are."""
