@@ -144,6 +144,23 @@ def test_two_steps_of_sharpness_aware_minimization(tmp_path: Path, step: str):
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+def test_optimizers_look_at_their_settings_before_they_have_parameters(tmp_path: Path):
+    """As those of libraries do; the second one's look was taken for a step, and memfit gave up."""
+    own = """def __init__(self, parameters, base, **settings):
+            self.allow(settings["lr"])"""
+    checked = SAM.replace("def __init__(self, parameters, base, **settings):", own).replace(
+        "        @torch.no_grad()\n        def first_step",
+        "        def allow(self, rate):\n            assert rate > 0\n"
+        "        @torch.no_grad()\n        def first_step",
+    )
+    made = "optimizer = SAM(net.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9)"
+    step = "optimizer.first_step(); closure(); optimizer.second_step()"
+    code = NET + checked.replace(made, f"{made}; {made}").replace("STEP", step)
+    ran = inline(tmp_path, "24MiB", code, offload=str(tmp_path))
+    assert "memfit failed" not in ran.stderr
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 def test_a_closure_computes_the_gradients(tmp_path: Path):
     """As Lightning calls steps: they take what they took before it ran."""
     train = TRAIN.replace("loss.backward()", "pass").replace(

@@ -298,7 +298,8 @@ class Signals:
 
         @functools.wraps(original)
         def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            is_being_made = "param_groups" not in vars(optimizer)  # it looks at its settings first
+            if is_being_made or threading.get_ident() != self._thread:
                 return original(optimizer, *args, **kwargs)
             self.tell(listener.method_begins, optimizer, name)
             try:
