@@ -161,6 +161,34 @@ def test_optimizers_look_at_their_settings_before_they_have_parameters(tmp_path:
     assert ran.fitting["verdict"]["kept"], ran.stderr
 
 
+SCHEDULE_FREE = """
+    class Averaged(Lion):
+        def turn(self):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.lerp_(self.state[p]["mean"], 0.1)
+    optimizer, augment = Averaged(net.parameters()), nn.Dropout(0.1)
+    for step in range(6):
+        x = augment(torch.randn(64, 512))
+        loss = (net(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.turn()
+        with torch.no_grad():
+            print(repr(loss.item()), net(x).sum().item())
+        optimizer.turn()
+    torch.save([list(net.parameters()), optimizer.state_dict()], "trained.pt")
+"""
+
+
+def test_methods_that_write_parameters_come_between_evaluations_and_passes(tmp_path: Path):
+    """Those of schedule-free optimizers do; what an evaluation had elsewhere was home again."""
+    ran = inline(tmp_path, "24MiB", NET + LION + SCHEDULE_FREE, offload=str(tmp_path))
+    assert "memfit failed" not in ran.stderr
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
 def test_a_closure_computes_the_gradients(tmp_path: Path):
     """As Lightning calls steps: they take what they took before it ran."""
     train = TRAIN.replace("loss.backward()", "pass").replace(

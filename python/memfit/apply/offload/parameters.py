@@ -243,11 +243,10 @@ class ParametersElsewhere(Part):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Run a step inside this: every op finds the parameters that it uses."""
-        if self._is_running:
+        placed = self._placed
+        if self._is_running or placed is None:  # all are in memory
             yield
             return
-        placed = self._placed
-        assert placed is not None, "placed before"
         with self._down(placed), UseWatch(partial(self._use, placed)):
             yield
 
@@ -258,7 +257,9 @@ class ParametersElsewhere(Part):
         What Python is given the memory of stays until the next step, as between steps.
         """
         placed = self._placed
-        assert placed is not None, "placed before"
+        if placed is None:  # all are in memory
+            yield
+            return
         self._is_in_forward = True
         try:
             with UseWatch(partial(self._use, placed)):
