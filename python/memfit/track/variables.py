@@ -97,7 +97,7 @@ def of_frames(
     """The local variables of functions: first those of the program, then those of libraries.
 
     Those of torch's own functions have names that say nothing to anybody: they are values of the
-    program's line that has called them.
+    line of the program or of another library that has called them.
 
     Args:
         running: The functions' frames.
@@ -106,28 +106,28 @@ def of_frames(
     # Sorted without a function of its own, which would hold the frames in a cell.
     own = [one for one in running if not is_library(one[0].f_code.co_filename)]
     others = [one for one in running if is_library(one[0].f_code.co_filename)]
-    lines = {id(frame): line for frame, line in (*callers, *own)}
+    lines = {id(frame): line for frame, line in (*callers, *running)}
     for frame, line in (*own, *others):
         code = frame.f_code
         if code.co_name == "<module>" and frame.f_globals.get("__name__") in sys.modules:
             continue
         caller = _caller(frame, lines) if code.co_filename.startswith(_TORCH) else None
-        file = Path(code.co_filename).name
+        file = _shown(code.co_filename)
         for name, value in local_variables(frame).items():
             yield caller or Variable(_spoken(name, value), file, code.co_name, line), value
 
 
 def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
-    """A value without a name of the line of the program that has called a function of torch's.
+    """A value without a name of the line that has called a function of torch's.
 
     memfit's own frames lie between where it runs an op for the program.
 
     Args:
         frame: The function's.
-        lines: The lines of the program's frames, by number (``id``).
+        lines: The lines of frames, by number (``id``).
 
     Returns:
-        ``None`` where another library has called it, or nobody.
+        ``None`` where nobody has called it.
     """
     at: FrameType | None = frame
     while at is not None and (at.f_code.co_filename.startswith(_TORCH) or is_memfit(at)):
@@ -138,7 +138,13 @@ def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
 
 def _unnamed(code: CodeType, line: int, name: str = "") -> Variable:
     scope = "" if code.co_name == "<module>" else code.co_name
-    return Variable(name, Path(code.co_filename).name, scope, line)
+    return Variable(name, _shown(code.co_filename), scope, line)
+
+
+def _shown(file: str) -> str:
+    """A file's name; with its folder's where each package has one of that name."""
+    path = Path(file)
+    return f"{path.parent.name}/{path.name}" if path.name == "__init__.py" else path.name
 
 
 def _spoken(name: str, value: Any) -> str:
@@ -180,7 +186,7 @@ def of_modules(running: Sequence[Running]) -> Iterator[tuple[Variable, Any]]:
         file, line = str(space.get("__file__")), lines.get(id(space), 0)
         for name, value in list(space.items()):
             if isinstance(name, str) and not name.startswith("__"):
-                yield Variable(name, Path(file).name, "", line), value
+                yield Variable(name, _shown(file), "", line), value
 
 
 def of_context() -> Iterator[tuple[Variable, Any]]:
