@@ -236,6 +236,36 @@ def test_evaluations_have_parameters_when_they_use_them(tmp_path: Path):
     assert "evaluations with parameters offloaded until they are used: 3" in loop["notes"]
 
 
+def test_calls_in_numbers_have_parameters_in_memory_where_they_fit(tmp_path: Path):
+    """As where an agent acts: each of 40 calls read all parameters that the plan has in files."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[it for _ in range(8) for it in (nn.Linear(256, 256), nn.Tanh())])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(6):
+        x = torch.randn(64, 256)
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            y = torch.randn(1, 256)
+            for _ in range(40):
+                y = model(y)
+        print(repr(loss.item()), y.sum().item())
+    """
+    ran = inline(tmp_path, "4MiB", code, offload=str(tmp_path))
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], ran.stderr
+    assert "offload_parameters" in [it["kind"] for it in loop["plan"]["actions"]]
+    evaluations = "evaluations with parameters offloaded until they are used: "
+    [count] = [it.removeprefix(evaluations) for it in loop["notes"] if it.startswith(evaluations)]
+    assert int(count) <= 20, "of 240"
+
+
 def test_a_folder_is_chosen_where_nothing_else_fits(tmp_path: Path):
     """The optimizer's state is most of what there is, and it can only go elsewhere."""
     code = """

@@ -34,6 +34,10 @@ from memfit.torch_versions import offloaded_parameters_refusal
 MOST_KINDS = 8
 """Kinds of calls that are looked at; a model that generates makes many."""
 
+_FEW_CALLS = 4
+"""Calls that fit with all parameters in memory, of which the last has them there for all that come
+before the next pass: a plan that has them elsewhere writes them again for that."""
+
 
 class Evaluations:
     """What is known of one loop's calls without gradients.
@@ -59,6 +63,8 @@ class Evaluations:
         self._needs_room: dict[Key, bool] = {}
         self._before: Executor | None = None
         self._own: Executor | None = None
+        self._calls = 0
+        self._is_home = False
 
     def placed(self, key: Key, model: nn.Module, held: Executor | None) -> Executor | None:
         """Have parameters where they are to be in a call, and the optimizer's state where it is.
@@ -72,8 +78,13 @@ class Evaluations:
             What does from now on.
         """
         if not self._wants(key):
+            if held is not None and held.parameters is not None and held is not self._own:
+                self._have_home(key, model)
             return self._without_own(held, model)
         place = strays_to(self._request, self._device.type)
+        if held is not None and held.parameters is not None and self._is_home:
+            self._is_home = False
+            held.place()
         if not place or (held is not None and held.parameters is not None):
             return held
         forbidden = "offload_parameters" in self._request.options.forbid
@@ -106,7 +117,7 @@ class Evaluations:
             placed: What keeps things elsewhere, perhaps parameters.
             budget_bytes: The budget.
         """
-        if placed is None or placed.parameters is None:
+        if placed is None or placed.parameters is None or not placed.parameters.away_bytes:
             yield
             return
         self.count += 1
@@ -120,6 +131,13 @@ class Evaluations:
     def rest(self) -> None:
         """Let go of the model."""
         self._before = self._own = None
+
+    def _have_home(self, key: Key, model: nn.Module) -> None:
+        """Have all in memory that a plan has elsewhere, where calls of a kind come in numbers."""
+        self._calls += 1
+        if self._calls % _FEW_CALLS == 0 and key in self._needs_room:
+            bring_parameters_home(model)
+            self._is_home = True
 
     def _wants(self, key: Key) -> bool:
         return self._needs_room.get(key, len(self._needs_room) < MOST_KINDS)
