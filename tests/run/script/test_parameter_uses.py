@@ -172,8 +172,6 @@ def test_a_use_is_seen_before_it_runs_and_a_look_is_none():
         assert weight.grad is None
         weight.detach().add_(1)
         torch.randn(4) * 2
-        with torch.no_grad():
-            weight * 2
         assert not found
         weight.norm()
         nn.init.normal_(weight.detach())
@@ -188,6 +186,19 @@ def test_a_use_is_seen_before_it_runs_and_a_look_is_none():
     weight * 2
     assert len(found) == 2
     assert _len_torch_function_stack() == 0
+
+
+def test_a_use_without_gradients_is_told_too():
+    """An evaluation begins with it, and ends the step of a script that has no optimizer."""
+    uses, found = seen()
+    weight = torch.randn(4, 4, requires_grad=True)
+    uses.watch()
+    try:
+        with torch.no_grad():
+            weight * 2
+    finally:
+        uses.leave()
+    assert found[0] is weight
 
 
 def test_nothing_is_seen_in_a_forward():

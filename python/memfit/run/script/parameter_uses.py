@@ -20,7 +20,6 @@ from functools import lru_cache
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch.overrides import TorchFunctionMode
@@ -29,7 +28,7 @@ from memfit.run.script.factories import about_to_take
 from memfit.tensors.function_modes import torchs_own
 
 Used = Callable[[Tensor, str, Any], None]
-"""Told of a parameter, the name of the op, and all that it is called with."""
+"""Told of a parameter, an op's name, and all that it is called with; gradients may be off."""
 
 Takes = Callable[[int, bool], None]
 """Told of bytes that are about to be taken, and whether that may be a model's that is made."""
@@ -141,7 +140,7 @@ class _Uses(TorchFunctionMode):
             size_bytes = about_to_take(func, args, kwargs)
             if size_bytes:
                 self._takes(size_bytes, self.begin)
-            elif self.begin and torch.is_grad_enabled():
+            elif self.begin:
                 leaf = next(_leaves((*args, *kwargs.values())), None)
                 name = getattr(func, "__name__", "")
                 if leaf is not None and name in _COMPUTE:

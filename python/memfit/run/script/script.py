@@ -52,10 +52,11 @@ from memfit.run.script.place import folder_of_files
 from memfit.run.script.placing import updated_by
 from memfit.run.script.planned_step import Call
 from memfit.run.script.request import FitRequest
-from memfit.run.script.roots import Roots, makes_graph
+from memfit.run.script.roots import Roots, Together, makes_graph
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
+from memfit.run.script.trained_by_hand import TrainedByHand
 from memfit.run.script.turns import Turns
 from memfit.run.script.untrained import UntrainedModels
 from memfit.run.script.uses import Uses
@@ -90,6 +91,7 @@ class AdoptedScript:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._roots = Roots()
+        self._by_hand = TrainedByHand()
         self._uses = Uses()
         self._turns = Turns()
         self._parameter_uses = ParameterUses(
@@ -193,6 +195,7 @@ class AdoptedScript:
         """
         budget_bytes = self._kept.budget_bytes
         steps = not self._made <= self._optimizers or any(it.beginning_uses for it in self._loops)
+        steps = steps or self._by_hand.is_found
         makes = not self._loops and budget_bytes > 0
         is_tight = _native.counted_bytes() > budget_bytes / _WORTH_A_LOOK > 0
         looks = is_tight and self._loops and self._current is None
@@ -207,13 +210,17 @@ class AdoptedScript:
         return not (in_forward or self._signals.are_ops_own)
 
     def _is_used(self, used: Tensor, op: str, given: Any) -> None:
-        """An op is about to run on a parameter, with gradients on and no forward under way."""
+        """An op is about to run on a parameter, and no forward is under way."""
         if torch._C._current_autograd_node() is not None or torch._C._is_tracing():
             return
-        root = self._roots.of_parameter(used, self._made)
+        current, use = self._current, (id(used), op)
+        if not torch.is_grad_enabled():
+            if current is not None and use in current.loop.beginning_uses:
+                self._complete_without_optimizer(current)  # an evaluation begins
+            return
+        root = self._by_hand.of(used) or self._roots.of_parameter(used, self._made)
         if root is None:
             return
-        current, use = self._current, (id(used), op)
         if current is not None:
             loop = current.loop
             if not loop.is_of(root) or use not in loop.beginning_uses:
@@ -330,7 +337,12 @@ class AdoptedScript:
         self._leave_alone(current.loop, why)
 
     def backward_begins(
-        self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]
+        self,
+        results: tuple[Tensor, ...],
+        *,
+        accumulates: bool,
+        creates_graph: bool,
+        inputs: tuple[Any, ...],
     ) -> None:
         """End the forward of the pass; until backward has run, what is elsewhere is in use.
 
@@ -339,6 +351,8 @@ class AdoptedScript:
         """
         keep_weights(lambda: folder_of_files(self._request))
         self._of_others.pause()
+        if accumulates and not inputs:
+            self._look_for_training_by_hand(results)
         model = None if self._current is None or not inputs else self._current.loop.root
         own = set() if model is None else set(map(id, model.parameters()))
         of_parameters = any(id(it) in own for it in inputs)
@@ -362,6 +376,18 @@ class AdoptedScript:
             if recorder_of(current) is None:
                 # On top: it counts who has a gradient where torch's engine calls.
                 self._in_place.enter_context(lean.planned())
+
+    def _look_for_training_by_hand(self, results: tuple[Tensor, ...]) -> None:
+        """See what a backward is of that no model leads to, where no optimizer was made."""
+        current = self._current
+        if self._made or any(not isinstance(it.root, Together | None) for it in self._loops):
+            return
+        if current is not None:
+            if current.running.in_forward or self._by_hand.is_again(results):
+                return
+            self._complete_without_optimizer(current)
+        self._by_hand.differentiated(results)
+        self._watch_uses()
 
     def _forward_ended(self) -> None:
         current = self._current

@@ -51,7 +51,12 @@ class Listener(Protocol):
         """It is over, after :meth:`failed` if it raised."""
 
     def backward_begins(
-        self, *, accumulates: bool, creates_graph: bool, inputs: tuple[Any, ...]
+        self,
+        results: tuple[Tensor, ...],
+        *,
+        accumulates: bool,
+        creates_graph: bool,
+        inputs: tuple[Any, ...],
     ) -> None:
         """Autograd's engine is about to run: for leaves' gradients, or for given inputs."""
 
@@ -262,6 +267,7 @@ class Signals:
             try:
                 self.tell(
                     listener.backward_begins,
+                    tuple(args[0]),
                     accumulates=accumulates,
                     creates_graph=creates_graph,
                     inputs=tuple(args[4]) if len(args) > 4 else (),  # noqa: PLR2004
