@@ -99,6 +99,13 @@ def test_differentiated_inputs_are_no_weights(tmp_path: Path):
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 4)
 
 
+def test_a_step_before_weights_are_known_is_told_as_such(tmp_path: Path):
+    ran = inline(tmp_path, "17MiB", NET + ZEROED)
+    verdict = ran.fitting["verdict"]
+    assert not verdict["kept"]
+    assert verdict["why"].startswith("in a step by hand, of tensors in no module")
+
+
 def test_what_two_backwards_share_is_trained():
     by_hand = TrainedByHand()
     weight = torch.randn(3, requires_grad=True)

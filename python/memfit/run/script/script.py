@@ -386,6 +386,7 @@ class AdoptedScript:
             if current.running.in_forward or self._by_hand.is_again(results):
                 return
             self._complete_without_optimizer(current)
+        self._kept.backward_by_hand()
         self._by_hand.differentiated(results)
         self._watch_uses()
 

@@ -25,6 +25,7 @@ BETWEEN = "between"
 """Name of the stretches outside passes; the others bear the names of passes' kinds."""
 
 _BEFORE_STEPS = "before the first training step, where memfit plans nothing"
+_BY_HAND = "in a step by hand, of tensors in no module: memfit plans the third one at the earliest"
 _BETWEEN_STEPS = "between training steps, where memfit plans nothing"
 
 
@@ -102,6 +103,7 @@ class BudgetKept:
         self._has_passed = False
         self._of_update = (0, "")
         self._unseen = ""
+        self._is_by_hand = False
 
     def resolve(self, budget_bytes: int) -> None:
         """Know what a percentage comes to, and judge what was before.
@@ -130,6 +132,8 @@ class BudgetKept:
         if self._unseen and not self._has_passed:
             steps = f"in steps of `{self._unseen}`"
             where = f"{steps}, where no call of a model was seen and memfit plans nothing"
+        if self._is_by_hand and not self._has_passed:
+            where = _BY_HAND
         if of_update == peak:
             where = f"in a step of `{optimizer}`, which no plan knows"
         self.ended(Over(BETWEEN, peak, where, "less held there, or a larger budget"))
@@ -149,6 +153,10 @@ class BudgetKept:
             self._unseen = type(optimizer).__name__
         if between is not None and between is self._between and between.so_far() > before:
             self._of_update = between.so_far(), type(optimizer).__name__
+
+    def backward_by_hand(self) -> None:
+        """A backward is about to run that no model leads to, where no optimizer was made."""
+        self._is_by_hand = True
 
     def pass_ended(self, device: torch.device) -> None:
         """A stretch between passes begins.
