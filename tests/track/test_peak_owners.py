@@ -54,6 +54,14 @@ SCRIPTS = {
             optimizer.step()
             del total
     """,
+    "attacked": """
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)])
+        x = torch.randn(2048, 256)
+        for _ in range(6):
+            near = (x + torch.randn_like(x)).requires_grad_()
+            gap = (net(near) - net(x)).square().mean()  # the second half needs no gradients
+            near = near + torch.autograd.grad(gap, [near])[0]
+    """,
     "validated": """
         def validate(net):
             total = 0
@@ -257,8 +265,18 @@ def test_what_a_checkpoint_runs_again_is_no_graph_that_no_backward_runs_through(
 def test_a_graph_that_went_without_a_backward_is_worth_a_word(notes: dict[str, list[str]]):
     (note,) = notes["validated"]
     assert note.startswith("the autograd graph of `total` (validated.py:")
-    assert "went without a backward" in note
+    assert note.endswith(
+        "that no backward went through: compute what needs none under `torch.no_grad()`"
+    )
     assert notes["checkpointed"] == notes["leaves"] == []
+
+
+def test_half_a_graph_that_no_backward_went_through_is_not_said_to_have_had_none(
+    notes: dict[str, list[str]],
+):
+    (note,) = notes["attacked"]
+    assert note.startswith("the autograd graph of `gap` (attacked.py:")
+    assert "that no backward went through" in note
 
 
 def test_the_function_is_named_on_whose_ctx_outputs_stay(ran: dict[str, dict[str, Any]]):

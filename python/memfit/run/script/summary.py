@@ -402,8 +402,8 @@ class Watch:
             if is_there and _WORTH_ADVICE * unused.bytes >= account.bytes:
                 size = _native.bytes_text(unused.bytes)
                 self._notes.append(
-                    f"{name} held {size} and went without a backward: under `torch.no_grad()` "
-                    "there is none"
+                    f"{name} held {size} that no backward went through: compute what needs none "
+                    "under `torch.no_grad()`"
                 )
                 return
 
