@@ -99,6 +99,23 @@ def test_differentiated_inputs_are_no_weights(tmp_path: Path):
     assert (loop["observed"]["steps"], loop["planned"]["steps"]) == (2, 4)
 
 
+FRESH = """
+    for step in range(6):
+        x = torch.randn(256, 128)
+        loss = (net(x) - x).square().mean()
+        loss.backward()
+        weights = [(w - 0.1 * w.grad).detach().requires_grad_() for w in weights]
+        biases = [(b - 0.1 * b.grad).detach().requires_grad_() for b in biases]
+        print(repr(loss.item()))
+"""
+
+
+def test_weights_that_are_others_in_each_step_are_named_at_once(tmp_path: Path):
+    ran = inline(tmp_path, "17MiB", NET + FRESH)
+    assert not ran.loops
+    assert ran.stderr.count("is in no module, and is another tensor each time") == 1
+
+
 def test_a_step_before_weights_are_known_is_told_as_such(tmp_path: Path):
     ran = inline(tmp_path, "17MiB", NET + ZEROED)
     verdict = ran.fitting["verdict"]

@@ -56,7 +56,7 @@ from memfit.run.script.roots import Roots, Together, makes_graph
 from memfit.run.script.signals import Signals
 from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
-from memfit.run.script.trained_by_hand import TrainedByHand
+from memfit.run.script.trained_by_hand import ARE_OTHERS, TrainedByHand
 from memfit.run.script.turns import Turns
 from memfit.run.script.untrained import UntrainedModels
 from memfit.run.script.uses import Uses
@@ -388,6 +388,8 @@ class AdoptedScript:
             self._complete_without_optimizer(current)
         self._kept.backward_by_hand()
         self._by_hand.differentiated(results)
+        if self._by_hand.are_others:
+            self._say_once(ARE_OTHERS)
         self._watch_uses()
 
     def _forward_ended(self) -> None:

@@ -18,12 +18,20 @@ from torch import Tensor
 from memfit.run.script.roots import Together
 from memfit.tensors.storage import graph_of, is_leaf
 
+ARE_OTHERS = (
+    "the script runs unplanned: what its backwards compute gradients of is in no module, and is "
+    "another tensor each time"
+)
+_MANY = 3
+"""Backwards of others in a row, after which it is no change of what is trained."""
+
 
 class TrainedByHand:
     """What is trained by hand, from its second backward on."""
 
     def __init__(self) -> None:
         """Know of no backward yet."""
+        self._others = 0
         self._before: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._root: Together | None = None
         self._own: frozenset[int] = frozenset()
@@ -32,6 +40,11 @@ class TrainedByHand:
     def is_found(self) -> bool:
         """Whether anything was found."""
         return self._root is not None
+
+    @property
+    def are_others(self) -> bool:
+        """Whether several backwards in a row had nothing in common."""
+        return self._others >= _MANY
 
     def of(self, used: Tensor) -> Together | None:
         """What the use of a tensor is of; ``None`` where it is not trained by hand.
@@ -64,6 +77,7 @@ class TrainedByHand:
         elif not again:
             self._root = None  # what was trained before may be gone
         self._own = frozenset(again)
+        self._others = 0 if again else self._others + 1
 
 
 def _leaves(results: Sequence[Tensor]) -> Iterator[Tensor]:
