@@ -167,3 +167,38 @@ def test_garbage_is_collected_once_where_each_parameter_gets_its_optimizer(tmp_p
     ran = inline(tmp_path, "10MiB", EACH_ITS_OWN)
     [count] = [line for line in ran.stderr.splitlines() if line.startswith("collected")]
     assert count == "collected 1 times"
+
+
+IN_CYCLES = """
+    import sys, torch, weakref
+    from torch import nn
+
+    torch.manual_seed(0)
+    gone = []
+    def train(width):
+        layers = [it for _ in range(5) for it in (nn.Linear(width, width), nn.ReLU())]
+        model = nn.Sequential(*layers)
+        model.itself = [model]
+        gone.append(weakref.ref(model))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        print([it() is None for it in gone], file=sys.stderr)
+        for step in range(6):
+            x = torch.randn(512, width)
+            loss = nn.functional.mse_loss(model(x), x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(repr(loss.item()))
+            with torch.no_grad():
+                print(repr(model(torch.randn(2048, width)).sum().item()))
+    for width in (512, 512, 256):
+        train(width)
+"""
+"""The last call of each model leaves its parameters in files; the third has a quarter of them."""
+
+
+def test_a_model_goes_whose_parameters_are_elsewhere(tmp_path: Path):
+    """They come back to memory, where it is garbage that nobody has looked for."""
+    ran = inline(tmp_path, "14MiB", IN_CYCLES, offload=str(tmp_path))
+    seen = [line for line in ran.stderr.splitlines() if line.startswith("[")]
+    assert seen == ["[False]", "[True, False]", "[True, True, False]"]

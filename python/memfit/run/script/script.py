@@ -31,7 +31,7 @@ from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.mapped import Moves
-from memfit.apply.offload.parameters import BEFORE_RETURN
+from memfit.apply.offload.parameters import BEFORE_RETURN, parameters_elsewhere
 from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
@@ -445,8 +445,9 @@ class AdoptedScript:
                 self._uncollected, self._has_passed = self._live_bytes(), False
 
     def _live_bytes(self) -> int:
-        """Bytes live where the loops are."""
-        return sum(map(live_bytes, {loop.device for loop in self._loops}))
+        """Bytes live where the loops are, and of parameters that come back to there."""
+        live = sum(map(live_bytes, {loop.device for loop in self._loops}))
+        return live + parameters_elsewhere()
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer, which is about to step."""
