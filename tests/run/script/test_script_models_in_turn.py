@@ -188,3 +188,22 @@ def test_the_teacher_of_a_later_run_is_in_files_when_it_is_first_called(tmp_path
         offload=str(tmp_path / "disk"),
     )
     assert ran.fitting["verdict"]["kept"], ran.stderr
+
+
+def test_models_that_are_made_for_one_step_each_are_said_to_run_unplanned(tmp_path: Path):
+    """As those of a meta-learner that copies its model for each task; once, when that is seen."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    for task in range(4):
+        model = nn.Sequential(*[it for _ in range(8) for it in (nn.Linear(256, 256), nn.Tanh())])
+        loss = model(torch.randn(1024, 256)).square().mean()
+        loss.backward()
+        print(repr(loss.item()), model[0].weight.grad.sum().item())
+        del model, loss
+    """
+    ran = inline(tmp_path, "16MiB", code)
+    line = "`Sequential` runs unplanned: each has one step, which is recorded, and is gone after it"
+    assert ran.stderr.count(line) == 1

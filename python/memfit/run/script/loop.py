@@ -220,6 +220,15 @@ class Loop:
         self.ways.pieces.another_comes()
         return True
 
+    def was_for_one_step(self, root: nn.Module) -> bool:
+        """Whether the model is gone after one step, which was recorded, and one like it comes.
+
+        Args:
+            root: The other model.
+        """
+        is_recorded = self.counts["observed"].steps == 1 and self._pending is not None
+        return self.root is None and is_recorded and not self.plans and make_of(root) == self._make
+
     def takes_in(self, other: nn.Module, running: Pass) -> bool:
         """Whether the call of another model, in the forward of a pass, belongs to that pass.
 

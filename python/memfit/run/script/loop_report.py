@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
 from memfit import _native
 from memfit.answers import Plan
 from memfit.run.script.loop import Loop
 from memfit.run.script.planned_step import PlannedStep
+from memfit.run.script.roots import class_names
 
 _EXACT = 0.001
 """How far off predictions may be, as a part."""
@@ -31,6 +34,16 @@ def unplanned(loop: Loop) -> str:
     if loop.refusal:
         return f"{_names(loop)} runs unplanned: {loop.refusal}"
     return f"{_names(loop)}: {loop.in_the_way}"
+
+
+def of_one_step(root: nn.Module) -> str:
+    """A line about models that are made anew for each step.
+
+    Args:
+        root: One of them.
+    """
+    names = " + ".join(f"`{name}`" for name in class_names(root))
+    return f"{names} runs unplanned: each has one step, which is recorded, and is gone after it"
 
 
 _WAYS = {"autocast": " under autocast", "chunk": " with its loss in slices"}

@@ -43,7 +43,7 @@ from memfit.run.script.fused import USED_GRADIENTS
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
-from memfit.run.script.loop_report import described, found, unplanned, without_parts
+from memfit.run.script.loop_report import described, found, of_one_step, unplanned, without_parts
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.overflow import Overflow, may_hold
 from memfit.run.script.parameter_uses import ParameterUses
@@ -602,6 +602,8 @@ class AdoptedScript:
         if again is not None:
             self._files.held.look_anew()
             return again
+        if self._loops and self._loops[-1].was_for_one_step(root):
+            self._say_once(of_one_step(root))
         loop = Loop(
             root,
             self._request,
