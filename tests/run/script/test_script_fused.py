@@ -117,6 +117,34 @@ def test_they_stay_out_of_backward_where_anything_else_may_happen(tmp_path: Path
     assert "fuse_optimizer" not in _kinds(loop)
 
 
+BARE = """
+    import torch
+
+    torch.manual_seed(0)
+    weights = [(torch.randn(128, 128) / 11).requires_grad_() for _ in range(8)]
+    optimizer = torch.optim.SGD(weights, lr=1e-3)
+    for step in range(5):
+        x = torch.randn(2048, 128)
+        h = x
+        for weight in weights:
+            h = torch.tanh(h @ weight) * 1.1
+        loss = (h - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(repr(loss.item()))
+"""
+
+
+def test_gradients_of_tensors_that_are_no_parameters_stay(tmp_path: Path):
+    """Torch clears them unseen: the next step was said to add to what had been let go."""
+    ran = inline(tmp_path, "6MiB", BARE, fuses=True)
+    (loop,) = ran.loops
+    assert ran.code == 0, ran.stderr
+    assert loop["planned"]["steps"] == 3
+    assert "fuse_optimizer" not in _kinds(loop)
+
+
 def test_a_script_that_stops_stepping_is_told(tmp_path: Path):
     """It catches the error of its own logging, which comes between backward and the step."""
     script = tmp_path / "train.py"

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.executor import NARROW_STATE, Executor, Subject
+from memfit.apply.optimizer_in_backward import held_parameters
 from memfit.errors import MemfitError
 from memfit.options import HOST
 from memfit.run.script.adjacent import Site, adjacent_refusal, calling_site, gradients_looked_at
@@ -356,7 +357,7 @@ class StepUpdates:
             return executor  # another model's, in whose step this one's gradients are not complete
         if lists_nothing(optimizer) or refusal(model, [optimizer]) is not None:
             return executor
-        self._not_fused = self._fusing_refusal(model)
+        self._not_fused = self._fusing_refusal(model, optimizer)
         if executor is None or self._needs is None:
             try:
                 self._needs = update_needs(optimizer, self._needs)
@@ -375,9 +376,11 @@ class StepUpdates:
         """Why the updates of the recorded step cannot run inside backward; empty where they can."""
         return self._not_fused
 
-    def _fusing_refusal(self, model: nn.Module) -> str:
+    def _fusing_refusal(self, model: nn.Module, optimizer: Optimizer) -> str:
         if not self._may_fuse:
             return "it is forbidden, or something compiled runs in the script"
+        if not all(issubclass(type(it), nn.Parameter) for it in held_parameters(optimizer)):
+            return "who looks at the gradient of a tensor that is no `nn.Parameter` is not seen"
         if self._backwards != 1:
             return f"{self._backwards} backwards run before the optimizer"
         if self._fused.looks.by_others:
