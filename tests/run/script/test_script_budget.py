@@ -12,7 +12,11 @@ import pytest
 from ran import Ran, assert_within_budget, in_forks, inline
 
 from memfit import _native
-from memfit.run.script.loop_report import _least_budget_bytes
+from memfit.run.script.loop_report import (
+    _is_worth_asking_for,
+    _least_budget_bytes,
+    _with_what_is_kept_free,
+)
 from memfit.run.script.passes import Count
 from memfit.run.script.remedies import why_over
 from memfit.run.script.verdict import BudgetKept, Over
@@ -311,6 +315,31 @@ def test_the_smallest_budget_to_ask_for_has_room_for_the_steps_that_are_recorded
     for recorded, least in [(150, 150), (80, 100)]:
         loop: Any = SimpleNamespace(counts={"observed": Count(1, recorded)})
         assert _least_budget_bytes(loop, plan, None) == least
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (90, True, True, True),
+        (90, True, False, False),
+        (90, False, True, False),
+        (110, True, True, False),
+        (110, False, False, True),
+        (None, False, True, False),
+    ],
+)
+def test_a_budget_is_asked_for_only_where_it_would_help(case: tuple[int | None, bool, bool, bool]):
+    least, is_kept, is_alone, is_told = case
+    plan = {"budget_bytes": 100, "minimum_budget_bytes": least}
+    assert _is_worth_asking_for(plan, is_kept=is_kept, is_alone=is_alone) == is_told
+
+
+def test_a_plan_that_only_what_is_kept_free_keeps_from_fitting_is_told_as_such():
+    plan: Any = SimpleNamespace(budget_bytes=100 << 20, margin_bytes=2 << 20)
+    plan.minimum_peak_bytes = 99 << 20
+    assert _with_what_is_kept_free(plan) == "100.0 MiB with 2.0 MiB to spare"
+    plan.minimum_peak_bytes = 101 << 20
+    assert _with_what_is_kept_free(plan) == "100.0 MiB"
 
 
 def _strict(folder: Path, budget: str, code: str, *options: str) -> Ran:

@@ -83,7 +83,7 @@ def found(loop: Loop, plan: Plan, *, in_files: bool) -> str:
     predicted = size(max(plan.planned.predicted_peak_bytes, loop.placing.update_bytes))
     if plan.fits:
         return f"{head}: a step takes {takes}; planned: {predicted}, {took}"
-    head = f"{head}: a step takes {takes}, and no plan fits {size(plan.budget_bytes)}"
+    head = f"{head}: a step takes {takes}, and no plan fits {_with_what_is_kept_free(plan)}"
     least = max(_least_budget_bytes(loop, plan, planned), loop.placing.most_update_bytes)
     ask = f"the smallest budget to ask for is {size(least)}: `--budget {least}`"
     if in_files:
@@ -94,6 +94,14 @@ def found(loop: Loop, plan: Plan, *, in_files: bool) -> str:
     if not plan.actions:
         return f"{head} or saves anything: it runs as it is; {ask}"
     return f"{head}: it runs by the one with the smallest peak, {predicted}, {took}; {ask}"
+
+
+def _with_what_is_kept_free(plan: Plan) -> str:
+    """The budget of a plan that does not fit, and what every plan keeps free, if that is why."""
+    budget = _native.bytes_text(plan.budget_bytes)
+    if plan.minimum_peak_bytes > plan.budget_bytes:
+        return budget
+    return f"{budget} with {_native.bytes_text(plan.margin_bytes)} to spare"
 
 
 def _least_budget_bytes(loop: Loop, plan: Plan, planned: PlannedStep | None) -> int:
@@ -139,12 +147,8 @@ def described(
     """
     shown = _shown(loop)
     plan = None if shown is None else _plan_described(loop, shown, between_peak_bytes)
-    if plan is not None and is_kept and plan["minimum_budget_bytes"] is not None:
-        # What lacked room was in files, or another loop has a plan of the whole budget.
-        is_less = plan["minimum_budget_bytes"] <= plan["budget_bytes"]
-        plan["minimum_budget_bytes"] = (
-            plan["minimum_budget_bytes"] if is_alone and is_less else None
-        )
+    if plan is not None and not _is_worth_asking_for(plan, is_kept=is_kept, is_alone=is_alone):
+        plan["minimum_budget_bytes"] = None
     return {
         "models": list(loop.models),
         "parameters": loop.parameters,
@@ -159,6 +163,18 @@ def described(
         "divergence": loop.divergence or None,
         "notes": [*loop.notes, *_of_updates(loop), *_of_other_sizes(loop)],
     }
+
+
+def _is_worth_asking_for(plan: dict[str, Any], *, is_kept: bool, is_alone: bool) -> bool:
+    """Whether the smallest budget for a loop tells what to ask for.
+
+    A smaller one is no help where this one was not kept, and may not do for another loop. A larger
+    one is not needed where it was: what lacked room was in files, or another loop's plan had it.
+    """
+    if plan["minimum_budget_bytes"] is None:
+        return False
+    is_less = plan["minimum_budget_bytes"] <= plan["budget_bytes"]
+    return is_alone if is_less and is_kept else not (is_less or is_kept)
 
 
 def _shown(loop: Loop) -> PlannedStep | None:
