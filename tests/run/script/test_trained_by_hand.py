@@ -79,6 +79,13 @@ def test_steps_are_planned_once_two_backwards_were_seen(
     assert loop["observed"]["steps"] + loop["planned"]["steps"] == steps
 
 
+def test_what_needs_the_call_of_a_model_is_not_offered(tmp_path: Path):
+    ran = inline(tmp_path, "6MiB", NET + ZEROED)
+    (loop,) = ran.loops
+    assert not loop["plan"]["fits"]
+    assert not [note for note in loop["notes"] if "not tried" in note]
+
+
 INPUTS_TOO = """
     for step in range(8):
         x = torch.randn(2048, 128, requires_grad=True)

@@ -692,7 +692,7 @@ class Loop:
         little = observation.remains.left_bytes < made.budget_bytes * WORTH_A_PLAN
         is_kept = made.fits or planned.keeps_as_recorded
         if not (is_kept or self._has_offered):  # each way takes as long as a plan
-            what = planned, self.budget.within(), outside, bool(self.ways.pieces.refusal)
+            what = planned, self.budget.within(), outside, self.ways.impossible(call)
             self.notes.update(dict.fromkeys(offers(self._request, *what)))
             self._has_offered = True
         if made.fits or (little and not (self._looks_again or self.ways.asks_for_more(key))):

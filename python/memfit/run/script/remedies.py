@@ -7,6 +7,7 @@ Not responsible for what is done where nothing fits (:mod:`memfit.run.script.str
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import copy
 
 from memfit import _native
@@ -53,7 +54,7 @@ def offers(
     planned: PlannedStep,
     budget: str | int,
     outside_bytes: int,
-    mixes_items: bool,  # noqa: FBT001
+    impossible: Collection[str],
 ) -> list[str]:
     """What was not allowed and may help, a line each: with a number where a plan gives one.
 
@@ -62,7 +63,7 @@ def offers(
         planned: A step that no plan fits.
         budget: The budget.
         outside_bytes: What the script holds besides.
-        mixes_items: Whether the model is known not to run on pieces of its batch.
+        impossible: Kinds of action that are known not to be there for it.
     """
     found = [
         f"{_given(option)} a step would take "
@@ -71,9 +72,10 @@ def offers(
         for option, plan in remedies(request, planned, budget, outside_bytes, but=EQUIVALENT)
     ]
     options = request.options
-    if options.promise == "exact" and "micro_batch" not in options.forbid and not mixes_items:
+    out = {*options.forbid, *impossible}
+    if options.promise == "exact" and "micro_batch" not in out:
         found.append(f"`{EQUIVALENT}` may run the model on pieces of its batch: not tried")
-    if options.promise == "exact" and SLICES not in options.forbid:
+    if options.promise == "exact" and SLICES not in out:
         classes = planned.step.classes_to_slice()
         what = f"compute its loss over {classes:,} classes in slices: not tried"
         found += [f"`{EQUIVALENT}` may {what}"] if classes else []

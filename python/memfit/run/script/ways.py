@@ -122,6 +122,16 @@ class Ways:
         has_no_choice = bool(self.pieces.refusal) and kind in ("", PIECES)
         return nearer or has_no_choice
 
+    def impossible(self, call: Call) -> tuple[str, ...]:
+        """Kinds of action that are known not to be there for a step.
+
+        Args:
+            call: What it begins with.
+        """
+        if call.is_use:
+            return PIECES, SLICES  # of a call, which there is not
+        return (PIECES,) if self.pieces.refusal else ()
+
     def consider(self, planned: PlannedStep, made: Plan, pieces: int, call: Call) -> None:
         """Have a step that does not fit recorded in another way, where one may help.
 
