@@ -17,7 +17,6 @@ script updates parameters itself) ends with the next call of a model.
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -31,7 +30,7 @@ from memfit import _native
 from memfit.answers import Plan
 from memfit.apply.allocator_settings import keep_in_one_piece
 from memfit.apply.offload.mapped import Moves
-from memfit.apply.offload.parameters import BEFORE_RETURN, parameters_elsewhere
+from memfit.apply.offload.parameters import BEFORE_RETURN
 from memfit.apply.slices.weight_copies import keep_weights
 from memfit.run.script.between_passes import BetweenPasses
 from memfit.run.script.checkpoints import ScriptCheckpoints
@@ -40,6 +39,7 @@ from memfit.run.script.current_pass import KEEPS_GRAPH, CurrentPass, recorder_of
 from memfit.run.script.foreign_optimizers import ForeignOptimizers
 from memfit.run.script.frozen import FrozenAway
 from memfit.run.script.fused import USED_GRADIENTS
+from memfit.run.script.gone_models import GoneModels
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
@@ -54,7 +54,7 @@ from memfit.run.script.planned_step import Call
 from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import Roots, Together, makes_graph
 from memfit.run.script.signals import Signals
-from memfit.run.script.step_updates import StepUpdates, live_bytes
+from memfit.run.script.step_updates import StepUpdates
 from memfit.run.script.strict import Strict
 from memfit.run.script.trained_by_hand import ARE_OTHERS, TrainedByHand
 from memfit.run.script.turns import Turns
@@ -132,8 +132,9 @@ class AdoptedScript:
         self._said: set[str] = set()
         self._evaluation = contextlib.ExitStack()
         self._untrained = UntrainedModels(request)
-        self._stepping = self._uncollected = 0
-        self._steps_inside = self._has_passed = False
+        self._gone = GoneModels()
+        self._stepping = 0
+        self._steps_inside = False
         self._thread = threading.get_ident()
         self._refusal = ""
 
@@ -233,7 +234,7 @@ class AdoptedScript:
     def _begin_pass(self, root: nn.Module, call: Call) -> None:
         self._end_pass()
         self._parameter_uses.leave()  # first: it would see all that memfit looks at
-        self._has_passed = True
+        self._gone.pass_begins()
         call = self._turns.told_apart(call, root)
         self._files.gradients.pass_begins()
         loop = self._loop_of(root)
@@ -436,18 +437,7 @@ class AdoptedScript:
             self._loose.rest()
             for loop in self._loops:
                 loop.rest()
-            live = self._live_bytes()
-            # A model before and its optimizer may hold each other. Not if nothing has come since,
-            # as where each parameter has an optimizer of its own.
-            has_come = self._has_passed and live > self._uncollected
-            if has_come and any(it.need.is_of_garbage() for it in self._loops):
-                gc.collect()
-                self._uncollected, self._has_passed = self._live_bytes(), False
-
-    def _live_bytes(self) -> int:
-        """Bytes live where the loops are, and of parameters that come back to there."""
-        live = sum(map(live_bytes, {loop.device for loop in self._loops}))
-        return live + parameters_elsewhere()
+            self._gone.collect(self._loops)
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Know the optimizer, which is about to step."""
