@@ -39,6 +39,33 @@ def test_private_bytes_of_this_process_and_of_a_child(tmp_path: Path):
     assert found["tensor_bytes"] < MIB
 
 
+STARTS = {
+    "join": "one = context.Process(target=rank, args=(0,)); one.start(); one.join()\n",
+    "spawn": "multiprocessing.start_processes(rank, nprocs=1, start_method='fork')\n",
+}
+
+
+@pytest.mark.parametrize("form", STARTS)
+def test_children_are_seen_whose_parent_only_waits(tmp_path: Path, form: str):
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\n"
+        "from torch import multiprocessing\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "def rank(_):\n"
+        "    own = bytearray(os.urandom(1) * (48 << 20))\n"
+        "    time.sleep(2)\n"
+        "    sys.exit(len(own) >> 24)\n"
+        f"try:\n    {STARTS[form]}"
+        "except multiprocessing.ProcessExitedException as error:\n    print(error.exit_code)\n"
+        "else:\n    print(one.exitcode, context.active_children() or len([]))\n"
+    )
+    end = FORKS.run("-m", "memfit", "run", "--report", "r.json", "train.py", folder=tmp_path)
+    assert end.stdout.splitlines()[0] == {"join": "3 0", "spawn": "3"}[form]
+    found = json.loads((tmp_path / "r.json").read_text())["process"]
+    assert found["children"] == 1
+    assert 48 * MIB <= found["children_bytes"] < 100 * MIB
+
+
 def test_what_the_c_library_keeps_is_what_it_gives_back():
     memory = ProcessMemory()
     kept = [bytearray(40_000) for _ in range(1500)]

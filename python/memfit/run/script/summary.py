@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from memfit.track.iterations import Iterations
     from memfit.track.looks import Account
     from memfit.track.process import ProcessMemory
+    from memfit.track.waits import Waits
 
 SCHEMA_VERSION = 1
 """Version of the summary's shape."""
@@ -188,6 +189,7 @@ class Watch:
         self._looks_for_retained = 3
         self._iterations: Iterations | None = None
         self._process: ProcessMemory | None = None
+        self._waits: Waits | None = None
 
     def begin(self) -> None:
         """Start to count; torch has just been imported. A failure is noted, never raised."""
@@ -206,10 +208,13 @@ class Watch:
         from memfit.track.looks import LOOKS
         from memfit.track.process import ProcessMemory
         from memfit.track.steps import STEPS
+        from memfit.track.waits import Waits
 
         self._began = time.perf_counter() - self._start
         self._iterations = Iterations()
         self._process = ProcessMemory()
+        self._waits = Waits(self._process.ask)
+        self._waits.install()
         problem = cpu.start()
         if problem is None:
             self._cpu = cpu.Window()
@@ -310,6 +315,8 @@ class Watch:
         devices: list[dict[str, Any]] = []
         fitting = self._adopted.end(ending.error) if self._adopted is not None else None
         process = self._process.end() if self._process is not None else None
+        if self._waits is not None:
+            self._waits.remove()
         if self._began is not None:
             self._look_for_the_last_time(ending.error)
             self._advise()
