@@ -26,6 +26,16 @@ from memfit.errors import UsageError
 Ended = Literal["finished", "exited", "exception", "interrupted"]
 
 _PACKAGE = Path(__file__).parents[2]
+_LOOKS_ON = (
+    _PACKAGE / "run" / "script",
+    *(_PACKAGE / room for room in ("apply", "capture", "tensors", "track")),
+)
+"""Folders of what runs between the script and torch; what a script calls itself lies in others."""
+
+_OPS = ("torch", "_ops.py")
+"""Where memfit calls an op by its name, as scripts do not."""
+
+_OF_FAULTS = (AssertionError, AttributeError, KeyError, NameError)
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,20 +142,37 @@ def _exit_code(code: Any) -> int:
 def _show(error: BaseException) -> None:
     """Show an exception as ``python`` does, without memfit's own frames."""
     _flush()
-    error.__traceback__ = _own_frames(error.__traceback__)
+    error.__traceback__ = _own_frames(error.__traceback__, all_of_it=not _may_be_memfits(error))
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of memfit that ``python`` would not show."""
+def _may_be_memfits(error: BaseException) -> bool:
+    """Whether the exception may be a fault of memfit's, whose frames are worth being shown then."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    # What torch's functions in C++ raise has no frame of its own, and is none of these.
+    return isinstance(error, _OF_FAULTS) and trace is not None and _looks_on(_file(trace))
+
+
+def _own_frames(trace: TracebackType | None, *, all_of_it: bool) -> TracebackType | None:
+    """A traceback without the frames of memfit that ``python`` would not show.
+
+    Args:
+        trace: The traceback.
+        all_of_it: Whether what runs ops in the script's place is left out, too.
+    """
     while trace is not None and _PACKAGE in _file(trace).parents:
         trace = trace.tb_next
     kept = trace
     while kept is not None:
         # The script may use memfit itself: only frames that look on are left out here.
-        following = kept.tb_next
-        while following is not None and _looks_on(_file(following)):
-            following = following.tb_next
+        following, is_of_memfit = kept.tb_next, False
+        while following is not None and (
+            _looks_on(_file(following), all_of_it=all_of_it)
+            or (is_of_memfit and _file(following).parts[-2:] == _OPS)
+        ):
+            following, is_of_memfit = following.tb_next, True
         kept.tb_next = following
         kept = following
     return trace
@@ -155,8 +182,9 @@ def _file(trace: TracebackType) -> Path:
     return Path(trace.tb_frame.f_code.co_filename)
 
 
-def _looks_on(file: Path) -> bool:
-    return file.parent == _PACKAGE / "run" / "script"
+def _looks_on(file: Path, *, all_of_it: bool = True) -> bool:
+    folders = _LOOKS_ON if all_of_it else _LOOKS_ON[:1]
+    return any(folder in file.parents for folder in folders)
 
 
 def _flush() -> None:

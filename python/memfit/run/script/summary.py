@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from memfit.run.script.script import AdoptedScript
+    from memfit.run.script.waits import Waits
     from memfit.track import cpu, cuda
     from memfit.track.iterations import Iterations
     from memfit.track.looks import Account
     from memfit.track.process import ProcessMemory
-    from memfit.track.waits import Waits
 
 SCHEMA_VERSION = 1
 """Version of the summary's shape."""
@@ -202,13 +202,13 @@ class Watch:
         import torch
         from torch.nn.modules import module
 
+        from memfit.run.script.waits import Waits
         from memfit.track import cpu, cuda
         from memfit.track.backwards import BACKWARDS
         from memfit.track.iterations import Iterations
         from memfit.track.looks import LOOKS
         from memfit.track.process import ProcessMemory
         from memfit.track.steps import STEPS
-        from memfit.track.waits import Waits
 
         self._began = time.perf_counter() - self._start
         self._iterations = Iterations()
