@@ -67,9 +67,11 @@ def test_what_a_plan_keeps_and_computes_from_is_of_the_graph():
 
 def test_what_a_recorded_step_keeps_in_memory_is_of_the_graph(tmp_path: Path):
     model, x = Net(), torch.randn(128, 64)
-    recorder = ScriptRecorder(model, SpillFile(str(tmp_path)))
+    spill = SpillFile(str(tmp_path))
+    recorder = ScriptRecorder(model, spill)
     with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
         loss = model(x)
     of_graph = {one.tensor.data_ptr() for one in look().walk.reached if one.through_graph}
     assert model.gain.data_ptr() in of_graph  # what steps change goes to no file
     assert loss.requires_grad
+    spill._room.file.close()
