@@ -355,6 +355,6 @@ def test_no_file_of_torchs_is_named(ran: dict[str, dict[str, Any]], name: str):
 
 
 def test_what_torch_holds_for_a_library_is_a_value_of_its_line(ran: dict[str, dict[str, Any]]):
-    """And a file by whose name alone nobody finds it is named with its folder."""
+    """An `__init__.py` is named with its folder, as its name alone does not tell which it is."""
     first = ran["in_library"]["peak_owners"][0]
     assert "a value of engine/__init__.py:3" in first["owner"]

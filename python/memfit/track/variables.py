@@ -127,7 +127,7 @@ def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
         lines: The lines of frames, by number (``id``).
 
     Returns:
-        ``None`` where nobody has called it.
+        ``None`` where the function has no caller.
     """
     at: FrameType | None = frame
     while at is not None and (at.f_code.co_filename.startswith(_TORCH) or is_memfit(at)):

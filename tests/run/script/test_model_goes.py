@@ -198,7 +198,7 @@ IN_CYCLES = """
 
 
 def test_a_model_goes_whose_parameters_are_elsewhere(tmp_path: Path):
-    """They come back to memory, where it is garbage that nobody has looked for."""
+    """Its parameters would come back to memory, where the model is garbage not yet collected."""
     ran = inline(tmp_path, "14MiB", IN_CYCLES, offload=str(tmp_path))
     seen = [line for line in ran.stderr.splitlines() if line.startswith("[")]
     assert seen == ["[False]", "[True, False]", "[True, True, False]"]

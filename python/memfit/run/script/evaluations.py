@@ -35,8 +35,8 @@ MOST_KINDS = 8
 """Kinds of calls that are looked at; a model that generates makes many."""
 
 _FEW_CALLS = 4
-"""Calls that fit with all parameters in memory, of which the last has them there for all that come
-before the next pass: a plan that has them elsewhere writes them again for that."""
+"""After so many calls that fit with all parameters in memory, these stay in memory until the next
+pass. Fewer are not worth it: the plan then writes the parameters to files again."""
 
 
 class Evaluations:
@@ -133,7 +133,7 @@ class Evaluations:
         self._before = self._own = None
 
     def _have_home(self, key: Key, model: nn.Module) -> None:
-        """Have all in memory that a plan has elsewhere, where calls of a kind come in numbers."""
+        """Bring offloaded parameters back to memory once several calls have read them from files."""
         self._calls += 1
         if self._calls % _FEW_CALLS == 0 and key in self._needs_room:
             bring_parameters_home(model)
