@@ -183,7 +183,7 @@ SCHEDULE_FREE = """
 
 
 def test_methods_that_write_parameters_come_between_evaluations_and_passes(tmp_path: Path):
-    """As schedule-free optimizers do: parameters that an evaluation had offloaded are back in memory."""
+    """As schedule-free optimizers do: what an evaluation had offloaded is in memory again."""
     ran = inline(tmp_path, "24MiB", NET + LION + SCHEDULE_FREE, offload=str(tmp_path))
     assert "memfit failed" not in ran.stderr
     assert ran.fitting["verdict"]["kept"], ran.stderr

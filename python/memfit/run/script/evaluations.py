@@ -133,7 +133,7 @@ class Evaluations:
         self._before = self._own = None
 
     def _have_home(self, key: Key, model: nn.Module) -> None:
-        """Bring offloaded parameters back to memory once several calls have read them from files."""
+        """Bring offloaded parameters back to memory once several calls have read them."""
         self._calls += 1
         if self._calls % _FEW_CALLS == 0 and key in self._needs_room:
             bring_parameters_home(model)
