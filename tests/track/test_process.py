@@ -66,6 +66,27 @@ def test_children_are_seen_whose_parent_only_waits(tmp_path: Path, form: str):
     assert 48 * MIB <= found["children_bytes"] < 100 * MIB
 
 
+@pytest.mark.parametrize(
+    "child",
+    [
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "left = 'time.sleep(60) if os.fork() == 0 else None'",
+    ],
+    ids=["reaped by the system", "with a child of its own"],
+)
+def test_a_wait_ends_with_the_child(tmp_path: Path, child: str):
+    (tmp_path / "train.py").write_text(
+        "import os, signal, time, torch\n"
+        "from torch import multiprocessing\n"
+        f"left = 'time.sleep(0.2)'\n{child}\n"
+        "one = multiprocessing.get_context('fork').Process(target=lambda: exec(left))\n"
+        "start = time.time(); one.start(); one.join()\n"
+        "print(time.time() - start < 30)\n"
+    )
+    end = FORKS.run("-m", "memfit", "run", "train.py", folder=tmp_path)
+    assert end.stdout.splitlines()[0] == "True"
+
+
 def test_what_the_c_library_keeps_is_what_it_gives_back():
     memory = ProcessMemory()
     kept = [bytearray(40_000) for _ in range(1500)]

@@ -49,10 +49,11 @@ class Waits:
         @functools.wraps(join)
         def join_in_turns(process: BaseProcess, timeout: float | None = None) -> None:
             if timeout is None and self._is_own():
-                join(process, _TURN_SECONDS)
-                while process.exitcode is None:
+                join(process, 0)  # refuses what cannot be waited for
+                # What has ended has no exit code where the script has it reaped by others, and its
+                # sentinel waits on where it has left children behind.
+                while process.exitcode is None and not wait([process.sentinel], _TURN_SECONDS):
                     self._look()
-                    join(process, _TURN_SECONDS)
             join(process, timeout)
 
         self._own = wait_in_turns, join_in_turns
