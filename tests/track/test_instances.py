@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit import _native
 from memfit.track import cycles
-from memfit.track.owners import instances
+from memfit.track.live_objects import instances
 
 
 class _Proxy:

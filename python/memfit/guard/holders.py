@@ -20,8 +20,9 @@ from memfit import _native
 from memfit.errors import Holder
 from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import gradient_of, plain_tensors
+from memfit.track.live_objects import instances
 from memfit.track.look import NAMES, Look, look, undisturbed
-from memfit.track.owners import instances, storage_of
+from memfit.track.owners import storage_of
 from memfit.track.variables import Running
 
 _DEPTH = 2

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from memfit import _native
 from memfit.errors import Holder, OutOfBudget
 from memfit.guard.holders import Block, holders_of
-from memfit.track.owners import instances
+from memfit.track.live_objects import instances
 
 LISTED = 10
 """Holders that a message names."""

@@ -20,7 +20,8 @@ from torch import Tensor
 from memfit.tensors.storage import gradient_of, is_leaf
 from memfit.track.cause import Cause
 from memfit.track.graphs import Graphs
-from memfit.track.owners import instances, storage_of
+from memfit.track.live_objects import instances
+from memfit.track.owners import storage_of
 from memfit.track.reach import closed_over, slots_of
 
 _DEPTH = 2

@@ -24,6 +24,7 @@ from memfit.track.backwards import BACKWARDS
 from memfit.track.cause import Cause
 from memfit.track.cycles import cycle_of
 from memfit.track.lengthened import Lengthened
+from memfit.track.live_objects import instances
 from memfit.track.look import NAMES, Look, Owner, is_own, search, undisturbed
 from memfit.track.retained import GROUPS, Growth, Kept
 
@@ -153,7 +154,7 @@ class Sums:
 
     def __init__(self) -> None:
         """Look."""
-        self._tensors = [t for t in owners.instances(Tensor) if graph_of(t) is not None]
+        self._tensors = [t for t in instances(Tensor) if graph_of(t) is not None]
         del self._tensors[:-_TENSOR_LIMIT]
         counted = [(it, _links(it, _SCALES)) for it in self._tensors]
         self._tensors = [it for it, links in counted if links >= TERMS - 1]

@@ -4,14 +4,13 @@ Responsible for finding modules and optimizers, for naming the blocks of their t
 and for summing CUDA tensors by category, whose allocator cannot be told. Not responsible for the
 count itself.
 
-A search through all Python objects takes some 20 ms, so it is made when something new is likely
-(:meth:`Owners.search`), and the modules and optimizers found are remembered, weakly. Who has what
-no module and no optimizer has is found by a look (:mod:`memfit.track.look`).
+A search takes a while (:mod:`memfit.track.live_objects`), so it is made when something new is
+likely (:meth:`Owners.search`), and the modules and optimizers found are remembered, weakly. Who has
+what no module and no optimizer has is found by a look (:mod:`memfit.track.look`).
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from memfit import _native
 from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import gradient_of, plain_tensors
+from memfit.track.live_objects import instances
 
 PARAMETER = "parameter"
 MODULE_BUFFER = "module_buffer"
@@ -52,13 +52,6 @@ CATEGORIES = (
     OTHER,
 )
 """The categories in the order reports have them."""
-
-
-def instances(*families: type) -> list[Any]:
-    """All live objects of some classes that the garbage collector knows, in its order."""
-    # `isinstance` would ask proxies for their class, and some of torch's warn when they are asked.
-    # There are hundreds of thousands: no line of Python runs for each.
-    return _native.instances(gc.get_objects(), families)
 
 
 def is_dataset(kind: type) -> bool:

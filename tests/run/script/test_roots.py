@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.run.script.roots import Roots, Together, class_names
-from memfit.track.owners import instances
+from memfit.track.live_objects import instances
 
 
 class Pair(nn.Module):

@@ -38,7 +38,8 @@ from memfit.run.script.request import FitRequest
 from memfit.tensors.barrier import without_barrier
 from memfit.tensors.optimizers import state_tensors
 from memfit.tensors.storage import address, gradient_of, is_leaf, is_private_mapping
-from memfit.track.owners import instances, storage_of
+from memfit.track.live_objects import instances
+from memfit.track.owners import storage_of
 from memfit.track.references import held_by_python_alone
 
 HELD_IN_FILES = "tensors that the script only reads are mapped from files and take no memory"

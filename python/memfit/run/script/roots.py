@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from memfit.run.script.model_refusals import model_refusal
 from memfit.tensors.barrier import without_barrier
-from memfit.track.owners import instances
+from memfit.track.live_objects import instances
 
 _BARE = "bare parameters"
 

@@ -61,7 +61,7 @@ from memfit.run.script.turns import Turns
 from memfit.run.script.untrained import UntrainedModels
 from memfit.run.script.uses import Uses
 from memfit.run.script.verdict import BudgetKept, Over
-from memfit.track.owners import instances
+from memfit.track.live_objects import instances
 from memfit.track.steps import STEPS
 
 _WORTH_A_LOOK = 3

@@ -206,6 +206,7 @@ class Watch:
         from memfit.track import cpu, cuda
         from memfit.track.backwards import BACKWARDS
         from memfit.track.iterations import Iterations
+        from memfit.track.live_objects import LIVE_OBJECTS
         from memfit.track.looks import LOOKS
         from memfit.track.process import ProcessMemory
         from memfit.track.steps import STEPS
@@ -215,6 +216,7 @@ class Watch:
         self._process = ProcessMemory()
         self._waits = Waits(self._process.ask)
         self._waits.install()
+        LIVE_OBJECTS.follow()
         problem = cpu.start()
         if problem is None:
             self._cpu = cpu.Window()
