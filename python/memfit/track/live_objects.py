@@ -68,9 +68,14 @@ class LiveObjects:
         self._lock = threading.RLock()
         self._swap: Any = None
 
+    @property
+    def is_following(self) -> bool:
+        """Whether young objects only are searched."""
+        return self._swap is not None
+
     def follow(self) -> None:
         """Search young objects only, from the next search on."""
-        if not _HAS_YOUNG_GENERATIONS or self._swap is not None:
+        if not _HAS_YOUNG_GENERATIONS or self.is_following:
             return
         self._process = os.getpid()
         swap = self._swap = torch.utils.swap_tensors
@@ -94,21 +99,33 @@ class LiveObjects:
 
     def instances(self, families: tuple[type, ...]) -> list[Any]:
         """Live objects of some of the classes that are followed, younger ones first."""
-        if self._swap is None or self._process != os.getpid():
+        if not self.is_following or self._process != os.getpid():
             return _among_all(families)
         with self._lock:
             self._unasked = 0
             is_noting = self._is_noting and self._collects in gc.callbacks
             if not is_noting:
                 return self._begin(families)
-            # One that grows old meanwhile is in `_aging` by the time that is looked at.
-            young = [it for age in _YOUNG for it in _young(age)]
-            self._note_aging()
+            young = self._young()
             alive = {key: one for key, of in self._old.items() if (one := of()) is not None}
             self._old = {key: self._old[key] for key in alive}
             for one in young:
                 alive.pop(id(one), None)
             return _native.instances([*young, *alive.values()], families)
+
+    def note(self) -> None:
+        """Note all that is young: the collector is about to be made to forget all objects."""
+        with self._lock:
+            if self._is_noting:
+                self._note(self._young())
+            else:
+                self._begin(_FOLLOWED)
+
+    def _young(self) -> list[Any]:
+        # One that grows old meanwhile is in `_aging` by the time that is looked at.
+        young = [it for age in _YOUNG for it in _of_age(age)]
+        self._note_aging()
+        return young
 
     def _begin(self, families: tuple[type, ...]) -> list[Any]:
         """Look at all objects once, and note from here on what grows old."""
@@ -135,7 +152,7 @@ class LiveObjects:
         if self._unasked > _MOST_UNASKED or self._process != os.getpid():
             self._stop()
             return
-        self._aging.append([weakref.ref(one) for age in _YOUNG for one in _young(age)])
+        self._aging.append([weakref.ref(one) for age in _YOUNG for one in _of_age(age)])
 
     def _note_aging(self) -> None:
         while self._aging:
@@ -155,7 +172,7 @@ class LiveObjects:
                 self._old.pop(key, None)
 
 
-def _young(age: int) -> list[Any]:
+def _of_age(age: int) -> list[Any]:
     return _native.instances(gc.get_objects(generation=age), _FOLLOWED)
 
 

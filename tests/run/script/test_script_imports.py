@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from ran import in_processes, inline
@@ -52,6 +53,127 @@ def test_files_of_objects_older_than_torch_are_written_to_the_end(tmp_path: Path
         ways=in_processes,
     )
     assert ran.files["log.txt"] == b"written"
+
+
+_LIBRARY = """
+    import gc
+
+    class Held:
+        pass
+
+    COUNT = 20_000
+    made = [Held() for _ in range(COUNT)]
+    was_enabled = gc.isenabled()
+    """
+
+
+def test_the_collector_passes_over_libraries_that_are_imported_after_torch(tmp_path: Path):
+    """Until the script has something of its own, which is the collector's as ever."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    for name in ("early", "late"):
+        (folder / f"{name}.py").write_text(textwrap.dedent(_LIBRARY))
+    ran = inline(
+        tmp_path,
+        "1GiB",
+        f"""
+        import gc
+        import sys
+        sys.path.insert(0, {str(folder)!r})
+        import torch
+        import early
+        seen = [len([it for it in gc.get_objects() if type(it) is early.Held])]
+        print(gc.isenabled())
+
+        class Own:
+            def __del__(self):
+                print("collected")
+
+        import late
+        one = Own()
+        one.self = one
+        del one
+        gc.collect()
+        seen.append(len([it for it in gc.get_objects() if type(it) is late.Held]))
+        print(gc.isenabled(), late.was_enabled, [type(it).__name__ for it in sys.meta_path])
+        print(seen, early.was_enabled, file=sys.stderr)
+        """,
+        ways=in_processes,
+    )
+    assert ran.stdout.splitlines()[:2] == ["True", "collected"]
+    assert ran.stderr.splitlines()[0] == "[0, 20000] False"
+
+
+def test_models_that_a_library_makes_when_it_is_imported_are_planned(tmp_path: Path):
+    """The collector knows nothing of them, and memfit does."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "zoo.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from torch import nn
+
+            class Zoo:
+                def __init__(self):
+                    torch.manual_seed(0)
+                    self.model = nn.Sequential(*[
+                        nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)
+                    ])
+                    self.me = self
+
+            zoo = Zoo()
+            """
+        )
+    )
+    ran = inline(
+        tmp_path,
+        "12MiB",
+        f"""
+        import sys
+        sys.path.insert(0, {str(folder)!r})
+        import torch
+        from zoo import zoo
+
+        optimizer = torch.optim.SGD(zoo.model.parameters(), 0.1)
+        for step in range(4):
+            loss = zoo.model(torch.randn(4096, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """,
+        ways=in_processes,
+    )
+    assert ran.loops[0]["planned"]["steps"] > 0
+
+
+def test_libraries_that_cannot_be_imported_say_so_as_ever(tmp_path: Path):
+    """Whatever they raise, with the lines of the library and of the script alone."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "broken.py").write_text("import no_such_library\n")
+    (folder / "failing.py").write_text("raise ValueError('not here')\n")
+    ran = inline(
+        tmp_path,
+        "1GiB",
+        f"""
+        import gc
+        import sys
+        sys.path.insert(0, {str(folder)!r})
+        import torch
+        try:
+            import broken
+        except ImportError as error:
+            print(error, gc.isenabled())
+        import failing
+        """,
+        ways=in_processes,
+    )
+    assert ran.code == 1
+    assert ran.stdout.splitlines() == ["No module named 'no_such_library' True"]
+    shown = [line for line in ran.stderr.splitlines() if line.startswith("  File")]
+    files = [line.partition(",")[0].rpartition("/")[2] for line in shown]
+    assert files == ['train.py"', 'failing.py"']
 
 
 def test_recomputed_dropout_imports_nothing_that_the_script_does_not(tmp_path: Path):

@@ -35,6 +35,9 @@ _LOOKS_ON = (
 _OPS = ("torch", "_ops.py")
 """Where memfit calls an op by its name, as scripts do not."""
 
+_OF_IMPORTS = Path(__file__).with_name("imports.py")
+"""What runs between Python's import of a library and the library."""
+
 _OF_FAULTS = (AssertionError, AttributeError, KeyError, NameError)
 
 
@@ -167,7 +170,7 @@ def _own_frames(trace: TracebackType | None, *, all_of_it: bool) -> TracebackTyp
     kept = trace
     while kept is not None:
         # The script may use memfit itself: only frames that look on are left out here.
-        following, is_of_memfit = kept.tb_next, False
+        following, is_of_memfit = _past_import(kept.tb_next), False
         while following is not None and (
             _looks_on(_file(following), all_of_it=all_of_it)
             or (is_of_memfit and _file(following).parts[-2:] == _OPS)
@@ -176,6 +179,17 @@ def _own_frames(trace: TracebackType | None, *, all_of_it: bool) -> TracebackTyp
         kept.tb_next = following
         kept = following
     return trace
+
+
+def _past_import(trace: TracebackType | None) -> TracebackType | None:
+    """What follows an import's own frames, which ``python`` shows where others are among them."""
+    at, is_among_them = trace, False
+    while at is not None and (
+        str(_file(at)).startswith("<frozen importlib") or _file(at) == _OF_IMPORTS
+    ):
+        is_among_them |= _file(at) == _OF_IMPORTS
+        at = at.tb_next
+    return at if is_among_them else trace
 
 
 def _file(trace: TracebackType) -> Path:

@@ -140,9 +140,18 @@ class _TorchFinder:
                 with self._imported.left_alone():
                     load(module)
                 self._on_import()
+                _leave_alone(self._imported)
 
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec
+
+
+def _leave_alone(imported: Imported) -> None:
+    """Leave alone what is imported after torch, of which models and tensors stay known."""
+    from memfit.track.live_objects import LIVE_OBJECTS
+
+    if LIVE_OBJECTS.is_following:
+        imported.go_on(LIVE_OBJECTS.note)
 
 
 def _is_loaded(name: str) -> bool:
