@@ -37,10 +37,10 @@ from memfit.track.variables import Running
 SHARE = 50
 """Looks take at most this part of the time, those at clear rises left out."""
 
-FREE_SECONDS = 0.06
+FREE_SECONDS = 0.04
 """What looks at clear rises may take before they become fewer."""
 
-EARLY_SECONDS = 0.1
+EARLY_SECONDS = 0.05
 """What the first looks without a clear rise may take beside that, in scripts that are soon over."""
 
 _EARLY_SHARE = 8
