@@ -34,6 +34,8 @@ def is_wrapper(kind: type) -> bool:
 
 def plain_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors that have the bytes of one: itself, or what it wraps, however deep."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return [tensor]
     return [part for _, part in named_parts(tensor)]
 
 

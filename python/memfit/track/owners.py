@@ -53,6 +53,8 @@ CATEGORIES = (
 )
 """The categories in the order reports have them."""
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def is_dataset(kind: type) -> bool:
     """Whether a class is one of datasets, loaders or what they are made of."""
@@ -68,9 +70,10 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
     Tensors on ``meta``, fake tensors, sparse ones and subclasses that hold others have none.
     """
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # importing it takes a second
-    if fakes is not None and isinstance(tensor, fakes.FakeTensor):
-        return None
+    if type(tensor) not in _PLAIN:
+        fakes = sys.modules.get("torch._subclasses.fake_tensor")  # importing it takes a second
+        if fakes is not None and isinstance(tensor, fakes.FakeTensor):
+            return None
     try:
         # Looking must not be seen by the program's own modes and tensor classes.
         with torch._C.DisableTorchFunction():
@@ -134,12 +137,16 @@ class Owners:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every owned tensor with its category; of one that wraps others, those."""
+        # An optimizer has most parameters and gradients of modules once more.
+        seen: dict[tuple[str, int], Tensor] = {}
         for owner in self._live():
             of_owner = (
                 optimizer_tensors(owner) if isinstance(owner, Optimizer) else _module_tensors(owner)
             )
             for category, tensor in of_owner:
-                yield from ((category, part) for part in plain_tensors(tensor))
+                if (key := (category, id(tensor))) not in seen:
+                    seen[key] = tensor
+                    yield from ((category, part) for part in plain_tensors(tensor))
 
     def label(self) -> set[int]:
         """Name the blocks of all owned tensors on the CPU to the count; their addresses."""

@@ -11,10 +11,9 @@ import opcode
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +26,7 @@ _OPTIMIZED = 1  # CO_OPTIMIZED: the variables are not in a dictionary
 _OWN_REFERENCES = 3  # the frame's, that of `_emptied` and that of `getrefcount`'s argument
 
 
-@dataclass(slots=True, frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """A variable, or an attribute of what one holds.
 
     Attributes:
