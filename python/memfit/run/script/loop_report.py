@@ -207,7 +207,10 @@ def _of_other_sizes(loop: Loop) -> list[str]:
 
 def _counted(loop: Loop, kind: Any) -> dict[str, int]:
     count = loop.counts[kind]
-    return {"steps": count.steps, "peak_bytes": count.peak_bytes}
+    return {
+        "steps": count.steps,
+        "peak_bytes": count.step_peak_bytes if count.steps else count.peak_bytes,
+    }
 
 
 def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dict[str, Any]:

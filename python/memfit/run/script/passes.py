@@ -33,12 +33,25 @@ class Count:
     """What became of some of a loop's steps.
 
     Attributes:
-        steps: How many.
-        peak_bytes: The highest peak.
+        steps: How many came to their end.
+        peak_bytes: The highest peak of all passes that ran so.
+        step_peak_bytes: The highest peak of those steps, which is what a prediction is about.
     """
 
     steps: int = 0
     peak_bytes: int = 0
+    step_peak_bytes: int = 0
+
+    def passed(self, peak_bytes: int, *, is_step: bool) -> None:
+        """Count a pass.
+
+        Args:
+            peak_bytes: Its peak.
+            is_step: Whether it came to its end, as one without an optimizer's step does not.
+        """
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        if is_step:
+            self.step_peak_bytes = max(self.step_peak_bytes, peak_bytes)
 
 
 def _modes() -> int:

@@ -653,7 +653,7 @@ class AdoptedScript:
                 loop.placing.is_loose, own = True, []
             loop.finish(running, current.key, own)
         loop.counts[running.kind].steps += 1
-        self._end_pass()
+        self._end_pass(is_step=True)
         if loop.refusal and not was_refused:
             self._say_unplanned(loop)
 
@@ -665,7 +665,7 @@ class AdoptedScript:
         if not loop.has_optimizer:
             self._complete(current, None)
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, *, is_step: bool = False) -> None:
         current, self._current = self._current, None
         if current is not None:
             self._checkpoints.end_pass()
@@ -682,7 +682,7 @@ class AdoptedScript:
             peak = current.running.end()
             self._files.pass_ended(is_observed=isinstance(current.running, ObservedPass))
             self._in_pieces.close()
-            loop.counts[kind].peak_bytes = max(loop.counts[kind].peak_bytes, peak)
+            loop.counts[kind].passed(peak, is_step=is_step)
             loop.passed(kind, max(peak, self._overflow.pass_ended()))
             self._kept.ended(Over(kind, peak, *loop.why_over(current.running, peak)))
             self._kept.pass_ended(loop.device)
