@@ -22,7 +22,7 @@ from typing import Any
 from memfit import _native
 
 _LEAST_SECONDS = 0.02
-_SHARE = 50
+_SHARE = 100
 """Asking takes at most this part of the time."""
 
 _MOST_SAMPLES = 256
