@@ -361,7 +361,7 @@ class Int8DynamicAction:
 
 @record
 class ChunkAction:
-    """Compute the loss over many classes, wide layers, images and attention in slices of rows.
+    """Compute large losses, wide layers, messages of graphs, images and attention in slices.
 
     Attributes:
         kind: Which technique.
@@ -740,6 +740,8 @@ class Chunk:
 
     Attributes:
         calls: Module calls, in order; none inside another.
+        edges: Of training: messages along the edges of a graph, a row for each, that are summed
+            into nodes.
         head: Of inference: logits that are computed for those rows alone that are used, as the last
             of each sequence.
         loss: The loss.
@@ -748,6 +750,7 @@ class Chunk:
     """
 
     calls: tuple[CallChunk, ...] | None = None
+    edges: Edges | None = None
     head: Head | None = None
     loss: LossChunk | None = None
     strips: Strips | None = None
@@ -979,6 +982,22 @@ class Dropped:
     bytes: int
     module: str
     home: int | None = None
+
+
+@record
+class Edges:
+    """Rows gathered for the edges of a graph, and what is computed of them row by row, in slices.
+
+    Attributes:
+        slices: Slices of the edges, at most.
+        least_bytes: Size of the gathered rows that are put off, at least.
+        kept: Gathers of that size, by number, that are not put off, as something looks at all of
+            their rows.
+    """
+
+    slices: int
+    least_bytes: int
+    kept: tuple[int, ...] | None = None
 
 
 @record
@@ -1325,8 +1344,7 @@ Kind = Literal[
 - ``half_parameters``: Hold weights and their gradients in 16 bits.
 - ``int8_weights``: Hold weights of linear layers in 8 bits, for inference.
 - ``int8_dynamic``: Compute linear layers in 8 bits, weights among them, for inference.
-- ``chunk``: Compute the loss over many classes, wide layers, images and attention in slices of
-    rows.
+- ``chunk``: Compute large losses, wide layers, messages of graphs, images and attention in slices.
 - ``no_graph``: Keep autograd off in a forward of inference that turns it on.
 - ``undo_checkpoints``: Run the checkpoints of the model as ordinary forwards.
 """

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.apply.slices.chunk import ChunkedLoss, take_off_ended
+from memfit.apply.slices.chunk import ChunkedLoss
+from memfit.apply.slices.forward_mode import take_off_ended
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.measure import measure_peak
 

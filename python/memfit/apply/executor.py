@@ -407,6 +407,12 @@ class Executor:
         return next(filter(None, (part.divergence for part in self._parts.values())), "")
 
     @property
+    def fewer_slices(self) -> dict[str, Any] | None:
+        """The slices that the last forward could run in; ``None`` for all or none of the plan's."""
+        slices = self._parts.get("chunk")
+        return slices.less if isinstance(slices, InSlices) else None
+
+    @property
     def tiers(self) -> list[Tier]:
         """Where bytes go."""
         return [part.tier for part in self._parts.values() if part.tier is not None]

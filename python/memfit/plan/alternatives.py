@@ -320,8 +320,10 @@ def _record(
     chunk = way.get("chunk")
     calls = chunk.get("calls", []) if chunk else []
     if chunk and found.whole_loss:
-        chunk = {key: chunk[key] for key in ("calls", "strips") if key in chunk}
-    if chunk and not (chunk.get("loss") or chunk.get("head") or chunk.get("strips") or calls):
+        chunk = {key: chunk[key] for key in ("calls", "edges", "strips") if key in chunk}
+    if chunk and not (
+        calls or any(chunk.get(part) for part in ("loss", "head", "edges", "strips"))
+    ):
         return
     said = {**way, "chunk": chunk} if chunk else way
     if any(step.way == said for step in found.steps):
@@ -400,7 +402,7 @@ def _less(
         found: Takes note of what does not.
         tells: Whether that is why a plan has no more in slices: else it is another step's.
     """
-    calls, strips = chunk.get("calls", []), chunk.get("strips")
+    calls, strips, edges = chunk.get("calls", []), chunk.get("strips"), chunk.get("edges")
     refusal = ""
     if running.refusal:
         refusal = running.refusal
@@ -410,13 +412,17 @@ def _less(
         calls = [call for call in calls if call["module"] not in running.whole_calls]
     elif strips and not running.in_strips:
         refusal, strips = "no convolution or product takes what is put off", None
+    elif edges and not running.edge_sums and not running.whole_gathers:
+        refusal, edges = "no sum takes messages that are computed row by row", None
     if refusal:
         if tells:
             found.refusals["refusal"] = refusal
-        less = {**chunk, "calls": calls, "strips": strips}
+        less = {**chunk, "calls": calls, "strips": strips, "edges": edges}
         if running.refusal:
             less.update(loss=None, head=None)
         return {part: of for part, of in less.items() if of}
+    if edges and running.whole_gathers:
+        return {**chunk, "edges": {**edges, "kept": running.kept_gathers}}
     if strips and running.asked_again:
         kept = sorted({*strips.get("kept", []), *running.asked_again})
         return {**chunk, "strips": {**strips, "kept": kept}}
@@ -479,6 +485,9 @@ class _Observed:
         whole_calls: Modules that ran whole in the last call.
         in_strips: Convolutions and products that took strips in the last call.
         asked_again: Those of them that wrote over what was used again.
+        edge_sums: Sums of messages in slices in the last call.
+        whole_gathers: Gathers for edges whose rows were needed whole in it.
+        kept_gathers: Those, and what was not put off already.
     """
 
     def __init__(self, workload: Workload, way: Way, chunk: dict[str, Any] | None) -> None:
@@ -490,6 +499,9 @@ class _Observed:
         self.whole_calls: list[str] = []
         self.in_strips = 0
         self.asked_again: set[int] = set()
+        self.edge_sums = 0
+        self.whole_gathers: set[int] = set()
+        self.kept_gathers: list[int] = []
 
     def runs(self) -> dict[str, Any]:
         """The field of a workload that runs so."""
@@ -514,6 +526,10 @@ class _Observed:
         self.whole_calls = running.calls.whole
         if running.strips is not None:
             self.in_strips, self.asked_again = running.strips.calls, running.strips.asked_again
+        if running.edges is not None:
+            self.edge_sums = running.edges.sums
+            self.whole_gathers = running.edges.whole_gathers
+            self.kept_gathers = running.edges.to_be_kept
         if running.loss is not None:
             seen = running.loss.last
             if seen.whole or not seen.losses:
@@ -521,6 +537,9 @@ class _Observed:
                 weight = (self._chunk.get("loss") or self._chunk["head"])["weight"]
                 self.refusal = f"{who} the logits of `{weight}` whole"
         is_without_strips = running.strips is not None and not self.in_strips
-        if self.refusal or self.whole_calls or is_without_strips:
+        is_without_edges = running.edges is not None and (
+            bool(self.whole_gathers) or not self.edge_sums
+        )
+        if self.refusal or self.whole_calls or is_without_strips or is_without_edges:
             raise _RunsWhole
         return result

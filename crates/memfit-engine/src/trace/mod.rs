@@ -40,7 +40,8 @@ pub use check::TraceError;
 pub(crate) use elementwise::ELEMENTWISE;
 pub use sizes::SizesError;
 pub use way::{
-    Autocast, CallChunk, Chunk, HalfParameters, Head, Int8Weights, LossChunk, Refusals, Strips, Way,
+    Autocast, CallChunk, Chunk, Edges, HalfParameters, Head, Int8Weights, LossChunk, Refusals,
+    Strips, Way,
 };
 
 use schemars::JsonSchema;

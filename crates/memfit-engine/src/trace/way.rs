@@ -79,6 +79,21 @@ pub struct Chunk {
     /// Of inference: large tensors between convolutions, and scores of attention, a strip of rows at a time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strips: Option<Strips>,
+    /// Of training: messages along the edges of a graph, a row for each, that are summed into nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub edges: Option<Edges>,
+}
+
+/// Rows gathered for the edges of a graph, and what is computed of them row by row, in slices.
+#[derive(Debug, Clone, PartialEq, Eq, JsonSchema, Serialize, Deserialize)]
+pub struct Edges {
+    /// Slices of the edges, at most.
+    pub slices: u64,
+    /// Size of the gathered rows that are put off, at least.
+    pub least_bytes: Bytes,
+    /// Gathers of that size, by number, that are not put off, as something looks at all of their rows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept: Vec<u64>,
 }
 
 /// Large tensors that convolutions and products take a strip of rows at a time.
@@ -232,6 +247,7 @@ impl Chunk {
             .chain(self.loss.iter().map(|loss| loss.slices))
             .chain(self.head.iter().map(|_| 1))
             .chain(self.strips.iter().map(|strips| strips.strips))
+            .chain(self.edges.iter().map(|edges| edges.slices))
             .max()
             .unwrap_or(0)
     }
@@ -243,7 +259,8 @@ impl Chunk {
             .iter()
             .map(|call| call.slices)
             .chain(self.loss.iter().map(|loss| loss.slices))
-            .chain(self.strips.iter().map(|strips| strips.strips));
+            .chain(self.strips.iter().map(|strips| strips.strips))
+            .chain(self.edges.iter().map(|edges| edges.slices));
         self.slices() > 0 && slices.all(|count| count > 0)
     }
 }

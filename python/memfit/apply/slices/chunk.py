@@ -20,14 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from memfit.apply.slices.deferred import DeferredLogits
+from memfit.apply.slices.forward_mode import ForwardMode
 from memfit.apply.slices.weight_copies import Linear
 from memfit.apply.slices.whole_logits import Whole
-from memfit.apply.slices.writes import WATCHED, make_what_is_written
+from memfit.apply.slices.writes import make_what_is_written
 from memfit.errors import DivergenceWarning, UsageError
-from memfit.tensors.function_modes import put_beneath, take_off, torchs_own
+from memfit.tensors.function_modes import torchs_own
 
 SlicesOf = Callable[[int, int], int | None]
 """Into how many slices to cut so many rows of logits, of so many bytes: 0 for rows alone that are
@@ -169,19 +169,7 @@ def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
         return None
 
 
-_ENDED: list[_Deferring] = []
-"""Modes of forwards that ended in a call which they handled, as ``loss.backward()`` is one: torch
-puts them back on its stack when it returns. The last may still watch."""
-
-
-def take_off_ended() -> None:
-    """Take off modes of forwards that are over, outside any call."""
-    watches = any(it.watches for it in _ENDED) and bool(WATCHED)
-    while len(_ENDED) > watches:
-        take_off(_ENDED.pop(0))
-
-
-class _Deferring(TorchFunctionMode):
+class _Deferring(ForwardMode):
     """While entered, puts off what a weight is applied to."""
 
     def __init__(
@@ -191,27 +179,6 @@ class _Deferring(TorchFunctionMode):
         self._weight = weight
         self._slices_of = slices_of
         self._whole_of = whole_of
-        self._is_over = False
-        self.watches = False
-
-    @contextlib.contextmanager
-    def entered(self, *, watches: bool) -> Iterator[None]:
-        """Put off what is called inside this; it may end in a call that the mode handles.
-
-        Args:
-            watches: Whether to stay on the stack while there are logits that were put off.
-        """
-        take_off_ended()
-        put_beneath(self)
-        try:
-            yield
-        finally:
-            self._is_over, self.watches = True, watches
-            if watches:
-                _ENDED.append(self)
-                take_off_ended()
-            elif not take_off(self):
-                _ENDED.append(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -219,7 +186,7 @@ class _Deferring(TorchFunctionMode):
         """Call ``func``, or stand in for its result."""
         kwargs, func = kwargs or {}, torchs_own(func)
         make_what_is_written(func, args, kwargs)
-        linear = None if self._is_over else self._linear(func, args, kwargs)
+        linear = None if self.is_over else self._linear(func, args, kwargs)
         if linear is None:
             return func(*args, **kwargs)
         hidden = linear[0]

@@ -161,7 +161,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         """Follow shapes, compute losses in slices, and be the real logits otherwise."""
         kwargs, func = kwargs or {}, torchs_own(func)
-        if func in _ABOUT:
+        if func in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         follow = _FOLLOWED.get(func)
@@ -278,7 +278,7 @@ def _real(value: Any, who: str) -> Any:
 
 # What is known without the logits
 
-_ABOUT = frozenset(
+ABOUT = frozenset(
     {
         Tensor.size,
         Tensor.dim,

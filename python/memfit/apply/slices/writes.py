@@ -74,7 +74,7 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
 
 def _memory(value: Any) -> Iterator[int]:
     """Which memory tensors lie in, themselves or in a list."""
-    if type(value).__name__ == "DeferredLogits":
+    if type(value).__name__ in {"DeferredLogits", "EdgeTensor"}:
         return  # it has none of its own
     if isinstance(value, Tensor):
         try:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from memfit.answers import Plan
 from memfit.apply.executor import Executor
-from memfit.apply.slices.chunk import take_off_ended
+from memfit.apply.slices.forward_mode import take_off_ended
 from memfit.errors import MemfitError, UsageError, first_line
 from memfit.run.script.checkpoints import ScriptCheckpoints
 from memfit.run.script.contexts import occupied

@@ -46,7 +46,15 @@ def of_one_step(root: nn.Module) -> str:
     return f"{names} runs unplanned: each has one step, which is recorded, and is gone after it"
 
 
-_WAYS = {"autocast": " under autocast", "chunk": " with its loss in slices"}
+def _way(plan: Plan) -> str:
+    """How a step ran that was never recorded as it is."""
+    for action in plan.actions:
+        if action.kind == "autocast":
+            return " under autocast"
+        if action.kind == "chunk":
+            what = "its loss" if action.chunk.loss else "messages along edges"
+            return f" with {what} in slices"
+    return " in pieces of its batch"
 
 
 def found(loop: Loop, plan: Plan, *, in_files: bool) -> str:
@@ -63,9 +71,7 @@ def found(loop: Loop, plan: Plan, *, in_files: bool) -> str:
     whole = None if planned is None else planned.unplanned_peak_bytes
     takes = size(max(whole or plan.unplanned.predicted_peak_bytes, loop.placing.update_bytes))
     if whole is None:
-        kinds = {action.kind for action in plan.actions}
-        ways = (said for kind, said in _WAYS.items() if kind in kinds)
-        takes += next(ways, " in pieces of its batch")
+        takes += _way(plan)
     if loop.undoes:
         takes += " without the script's checkpoints"
     if loop.placing.is_loose and not loop.placing.update_bytes:

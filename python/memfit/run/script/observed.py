@@ -338,6 +338,7 @@ class Observation:
             seen.
         way: The action by which it ran: the model on pieces of its batch, or all under autocast;
             ``None`` where it ran as it is.
+        less: What of its slices it may run in, where it did not run in all.
         peak_bytes: Most bytes live at once in it, whoever held them; 0 before it was over.
         may_round: Whether ops ran in pieces, which may change rounding.
         in_two_above: Of which size on convolutions let go of their input.
@@ -368,6 +369,7 @@ class Observation:
     undoes: bool = False
     effect: str = ""
     way: dict[str, Any] | None = None
+    less: dict[str, Any] | None = None
     peak_bytes: int = 0
     may_round: bool = False
     in_two_above: int = NONE_IN_TWO

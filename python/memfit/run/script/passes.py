@@ -258,6 +258,7 @@ class ObservedPass(Pass):
         found = recording.finish(optimizers, self.root_calls)
         found.undoes, found.way, found.called = self.undoes, self._way, self._called
         found.effect = self.effect or self._executor.divergence
+        found.less = None if self.effect else self._executor.fewer_slices
         return found
 
     def end(self) -> int:

@@ -1,4 +1,4 @@
-"""The loss of one loop, and its wide layers, in slices of rows, where no other plan fits.
+"""The loss of one loop, its wide layers and messages, in slices of rows, where no other plan fits.
 
 Logits over many classes are often the largest tensor of a language model, and are there three
 times: as they are, as logarithms of probabilities, and as their gradient. In slices they never
@@ -8,15 +8,15 @@ what is worth it (the engine's ``plan/technique/chunk``), nor for the plan.
 
 Which ops run is then another matter, so nothing is derived: a step of the script is recorded with
 its loss in slices, and planned from as any other. A first step whose whole logits would clearly
-not fit, even recorded, is recorded in slices at once, if they are those of the widest layer. A
-script that looks at its logits gets them whole, and its steps are recorded as they are from then
-on.
+not fit, even recorded, is recorded in slices at once, if they are those of the widest layer; so is
+one whose messages along edges would not. A script that looks at its logits gets them whole, and its
+steps are recorded as they are from then on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memfit.apply.slices.chunk import ChunkedLoss
+from memfit.apply.slices.edges import SlicedEdges
 from memfit.run.script.observed import Observation
 from memfit.run.script.pieces import CLEARLY
 from memfit.run.script.plain_code import keeps_from_calls, more_than_computing
@@ -46,6 +47,15 @@ _TOKENS = (torch.int64, torch.int32)
 _COPIES = 3
 """How often whole logits are there: as they are, as logarithms, and as their gradient; in 32 bits,
 which a loss is often computed in."""
+
+_EDGE_SLICES = 16
+"""Slices of edges of a first step, as the engine's ``candidates.rs`` has them."""
+
+_EDGE_COPIES = 4
+"""How often there is what is gathered: as it is, as messages, and as the gradients of both."""
+
+_LEAST_PART = 50
+"""Gathered rows that are a smaller part of the budget are not put off in a first step."""
 
 Inside: TypeAlias = AbstractContextManager[None]
 
@@ -72,6 +82,7 @@ class InSlicesOfRows:
         self._used: dict[str, Any] | None = None
         self._first: _First | None = None
         self._needed_whole: dict[str, str] = {}
+        self._kept_gathers: frozenset[int] = frozenset()
         self.asks = self.begins_again = self._has_begun_again = False
         self.refusal = ""
 
@@ -87,12 +98,12 @@ class InSlicesOfRows:
             device: Where it is.
             budget_bytes: The budget; 0 while it is a percentage of a step that has not run.
         """
-        name = self._may_begin(model, budget_bytes)
         self._first = None
-        if not name:
+        if not self._may or not budget_bytes or self.refusal:
             return nullcontext()
-        self._first = _First(model, name, lambda: _room(device, budget_bytes))
-        return self._first.loss.forward()
+        name, kept = self._may_begin(model, budget_bytes), self._kept_gathers
+        self._first = _First(model, name, kept, device, budget_bytes)
+        return self._first.inside()
 
     def comes_first(
         self, model: nn.Module, inputs: Any, device: torch.device, budget_bytes: int
@@ -139,12 +150,14 @@ class InSlicesOfRows:
         first, self._first = self._first, None
         if first is None:
             return True
-        if first.loss.last.whole:
+        if first.loss is not None and first.loss.last.whole:
             self._needed_whole[first.said["weight"]] = first.loss.divergence
             return False
-        if not first.loss.last.losses:
-            return True
-        observation.way = self._used = _action({"loss": first.said})
+        if first.edges.whole:
+            self._kept_gathers = frozenset(first.edges.to_be_kept)
+            return False
+        if chunk := first.ran():
+            observation.way = self._used = _action(chunk)
         return True
 
     def evaluation(self, model: nn.Module) -> Inside | None:
@@ -155,10 +168,11 @@ class InSlicesOfRows:
         Args:
             model: The model.
         """
-        loss = None if self._used is None else self._used[KIND].get("loss")
-        if loss is None:
+        used: dict[str, Any] = {} if self._used is None else self._used[KIND]
+        loss, edges = used.get("loss"), used.get("edges")
+        if loss is None and edges is None:
             return None
-        return ChunkedLoss(model, loss, warn=False, in_script=True).forward(watches=True)
+        return _evaluation(model, loss, edges)
 
     def notes(self) -> list[str]:
         """Why nothing runs in slices, where that might have helped."""
@@ -213,6 +227,18 @@ class InSlicesOfRows:
             self._used = None
         self.asks = self.begins_again = False
 
+    def ran_whole(self, reason: str, less: dict[str, Any] | None) -> None:
+        """A step did not run in all the slices that it was recorded for.
+
+        Args:
+            reason: Why, as a clause.
+            less: What of them it may yet run in; ``None`` for nothing.
+        """
+        if less is None or not self.asks:
+            self.refuse(reason)
+        else:
+            self._tried = _action(less)
+
     def refuse(self, reason: str) -> None:
         """Compute nothing in slices from here on.
 
@@ -224,22 +250,60 @@ class InSlicesOfRows:
         self.refusal = self.refusal or reason
 
 
+@contextmanager
+def _evaluation(
+    model: nn.Module, loss: dict[str, Any] | None, edges: dict[str, Any] | None
+) -> Iterator[None]:
+    """A call without gradients, its logits and messages in slices."""
+    whole: Inside = nullcontext()
+    if loss is not None:
+        whole = ChunkedLoss(model, loss, warn=False, in_script=True).forward(watches=True)
+    messages = SlicedEdges(edges, warn=False).forward() if edges is not None else nullcontext()
+    with whole, messages:
+        yield
+
+
 class _First:
-    """A step recorded in slices if whole logits lack room.
+    """A step recorded in slices if whole logits, or messages along edges, lack room.
 
     Attributes:
-        said: What the plan's action says of it.
-        loss: Computes the loss of a named layer in slices.
+        said: What the plan's action says of the loss.
+        loss: Computes the loss of a named layer in slices; ``None`` without one.
+        edges: Computes messages in slices.
     """
 
-    def __init__(self, model: nn.Module, name: str, room: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        kept: frozenset[int],
+        device: torch.device,
+        budget_bytes: int,
+    ) -> None:
         self.said: dict[str, Any] = {"weight": name, "slices": 1}
-        self._room = room
-        self.loss = ChunkedLoss(
-            model, self.said, warn=False, slices_of=self._slices_of, in_script=True
+        self._room: Callable[[], int] = lambda: _room(device, budget_bytes)
+        self.loss = (
+            ChunkedLoss(model, self.said, warn=False, slices_of=self._slices_of, in_script=True)
+            if name
+            else None
         )
+        least = max(self._room() // _EDGE_COPIES, budget_bytes // _LEAST_PART)
+        self._said_edges = {"slices": _EDGE_SLICES, "least_bytes": least, "kept": sorted(kept)}
+        self.edges = SlicedEdges(self._said_edges, warn=False)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The step runs inside this."""
+        with self.loss.forward() if self.loss is not None else nullcontext(), self.edges.forward():
+            yield
+
+    def ran(self) -> dict[str, Any]:
+        """What of it ran in slices."""
+        loss = {"loss": self.said} if self.loss is not None and self.loss.last.losses else {}
+        return {**loss, **({"edges": self._said_edges} if self.edges.sums else {})}
 
     def _slices_of(self, rows: int, size_bytes: int) -> int | None:
+        assert self.loss is not None, "its logits are put off"
         classes = self.loss.classes
         slices = _slices(rows)
         if not slices or _taken(rows, classes, size_bytes) <= self._room():
@@ -282,7 +346,7 @@ def widest_layer(model: nn.Module) -> str:
 
 
 def _worth_a_step(ways: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """What is recorded, in this order: the loss in most slices, and wide layers with it.
+    """What is recorded, in this order: the loss in most slices, and with it wide layers, or edges.
 
     A layer that draws random numbers would draw others for each slice, and one whose code does more
     than compute would do that once for each.
@@ -298,16 +362,18 @@ def _worth_a_step(ways: list[dict[str, Any]], model: nn.Module) -> list[dict[str
         return not (call["draws"] or other)
 
     chunks = [way[KIND] for way in ways if way.keys() == {KIND}]
-    losses = [it for it in chunks if not it.get("calls")]
+    edges = [it for it in chunks if it.get("edges")]
+    losses = [it for it in chunks if not (it.get("calls") or it.get("edges"))]
     wide = [
         {**it, "calls": calls}
         for it in chunks
         if (calls := list(filter(may_run, it.get("calls", ()))))
     ]
-    return [*losses[-1:], *wide[-1:]]
+    return [*losses[-1:], *wide[-1:], *edges[-1:]]
 
 
 def _action(chunk: dict[str, Any]) -> dict[str, Any]:
     loss, calls = chunk.get("loss"), chunk.get("calls", ())
-    count = max([*([loss["slices"]] if loss else []), *(call["slices"] for call in calls)])
+    others = (it["slices"] for it in (loss, chunk.get("edges")) if it)
+    count = max([*others, *(call["slices"] for call in calls)])
     return {"kind": KIND, "promise": "equivalent", "count": count, "bytes": 0, KIND: chunk}

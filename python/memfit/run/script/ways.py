@@ -102,7 +102,7 @@ class Ways:
             return False
         kind = action_kind(observation.way)
         if observation.effect and kind == SLICES:
-            self._slices.refuse(observation.effect)
+            self._slices.ran_whole(observation.effect, observation.less)
         elif observation.effect:
             self.pieces.refuse(observation.effect)
         return not observation.effect or kind not in (PIECES, SLICES)

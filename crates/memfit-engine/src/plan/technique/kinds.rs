@@ -49,7 +49,7 @@ macro_rules! each_technique {
             Int8Weights { int8_weights: Int8Weights } in int8_weights;
             /// Compute linear layers in 8 bits, weights among them, for inference.
             Int8Dynamic { int8_dynamic: Int8Weights } in int8_dynamic;
-            /// Compute the loss over many classes, wide layers, images and attention in slices of rows.
+            /// Compute large losses, wide layers, messages of graphs, images and attention in slices.
             Chunk { chunk: Chunk } in chunk;
             /// Keep autograd off in a forward of inference that turns it on.
             NoGraph in no_graph;

@@ -1,7 +1,8 @@
 //! What of a step is worth running in slices, and in how many.
 //!
 //! Responsible for finding a loss over many classes whose logits come straight from a linear layer, logits of inference of
-//! which not all rows are used, module calls that widen rows they treat one by one, and large images and scores of
+//! which not all rows are used, module calls that widen rows they treat one by one, messages along edges that are summed
+//! into nodes, and large images and scores of
 //! attention of inference; and for the slice counts worth a capture each. Not responsible
 //! for the proof that a call treats rows one by one (`row_proof.rs`), nor for what a step in slices does to memory:
 //! that is captured, and what turns out not to run in slices is no alternative.
@@ -10,7 +11,8 @@ use super::row_proof::by_rows;
 use crate::bytes::Bytes;
 use crate::predict;
 use crate::trace::{
-    CallChunk, Category, Chunk, Head, LossChunk, Op, OpIndex, Phase, Region, Strips, Trace, ValueId,
+    CallChunk, Category, Chunk, Edges, Head, LossChunk, Op, OpIndex, Phase, Region, Strips, Trace,
+    ValueId,
 };
 
 /// Slice counts of a loss: a few, as matrix products are the faster the larger; and many, as what is left of
@@ -29,6 +31,10 @@ const STRIPS: u64 = 16;
 const LEAST_PART_OF_STRIPS: u64 = 50;
 /// Rows of an image below which strips are too low.
 const LEAST_IMAGE_ROWS: u64 = 16;
+/// Slices of edges: what is left of the messages is then small beside the nodes.
+const EDGE_SLICES: u64 = 16;
+/// Part of the peak that gathered rows must be to be put off.
+const LEAST_PART_OF_EDGES: u64 = 50;
 /// Ops between logits and loss, and between a weight and its product, at most.
 const MOST_STEPS: usize = 16;
 /// Ops of a call that is looked at, at most: a feed-forward network has about ten.
@@ -56,9 +62,10 @@ pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
         None => Err("no logits are computed of which few rows are used".to_owned()),
     });
     let strips = strips(trace, peak);
+    let edges = edges(trace, peak);
     let mut chunks = match heads {
         Ok(heads) => heads,
-        Err(_) if !calls.is_empty() || strips.is_some() => Vec::new(),
+        Err(_) if !calls.is_empty() || strips.is_some() || edges.is_some() => Vec::new(),
         Err(reason) if trace.meta.training => {
             return Err(format!(
                 "{reason}, and no module call widens rows that it treats one by one"
@@ -71,8 +78,14 @@ pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
             ));
         }
     };
-    if !calls.is_empty() {
+    // Calls that are cut look at what they are given, so edges go without.
+    if edges.is_some() {
         let most = chunks.last().cloned().unwrap_or_default();
+        chunks.push(Chunk { edges, ..most });
+    }
+    if !calls.is_empty() {
+        let mut most = chunks.last().cloned().unwrap_or_default();
+        most.edges = None;
         chunks.push(Chunk { calls, ..most });
     }
     if strips.is_some() {
@@ -80,6 +93,30 @@ pub(in crate::plan) fn chunks(trace: &Trace) -> Result<Vec<Chunk>, String> {
         chunks.push(Chunk { strips, ..most });
     }
     Ok(chunks)
+}
+
+/// Slices of edges, where a step gathers many rows and sums as many into fewer. What of it can be put off, the capture
+/// shows.
+fn edges(trace: &Trace, peak: Bytes) -> Option<Edges> {
+    if !trace.meta.training {
+        return None;
+    }
+    let least = (peak.0 / LEAST_PART_OF_EDGES).max(1);
+    let forward = &trace.ops[..trace.forward_end().index()];
+    let named = |op: &Op, names: &[&str]| names.iter().any(|name| is(trace, op, name));
+    let is_large = |&value: &ValueId| {
+        let bytes = trace.allocations[trace.allocation_of(value).index()].bytes;
+        let rows = trace.values[value.index()].shape.first();
+        bytes.0 >= least && rows.is_some_and(|&rows| rows / EDGE_SLICES >= LEAST_ROWS)
+    };
+    let mut gathers = forward.iter().filter(|op| named(op, &GATHERS));
+    let is_worth = gathers.any(|op| op.outputs.iter().any(is_large));
+    let is_summed = forward.iter().any(|op| named(op, &SUMS));
+    (is_worth && is_summed).then(|| Edges {
+        slices: EDGE_SLICES,
+        least_bytes: Bytes(least),
+        kept: Vec::new(),
+    })
 }
 
 /// Strips, where a forward of inference convolves large images or multiplies large matrices item by item, as attention
@@ -293,6 +330,19 @@ fn head(trace: &Trace, softmax: &Op) -> Option<LossChunk> {
 
 /// Ops that multiply rows by a matrix.
 const PRODUCTS: [&str; 5] = ["mm", "addmm", "bmm", "linear", "matmul"];
+/// Ops that gather a row for each edge.
+const GATHERS: [&str; 2] = ["index_select", "index"];
+/// Ops that sum rows into nodes.
+const SUMS: [&str; 8] = [
+    "index_add",
+    "index_add_",
+    "scatter_add",
+    "scatter_add_",
+    "scatter_reduce",
+    "scatter_reduce_",
+    "index_put",
+    "index_put_",
+];
 /// Ops that copy their argument, or select rows of it.
 const COPIES: [&str; 4] = ["_to_copy", "clone", "index", "_unsafe_view"];
 
@@ -448,5 +498,32 @@ mod tests {
             assert!(chunks(&trace).is_err(), "{:?}", trace.meta.training);
         }
         assert!(chunks(&images(1, 8)).unwrap_err().contains("no image"));
+    }
+
+    /// A step that gathers a row of 16 for each of so many edges, and adds them up for eight nodes by an op.
+    fn messages(edges: u64, sum: &str) -> Trace {
+        let mut builder = Builder::new(1);
+        let nodes = builder.allocation(&[8, 16], Category::Input, 0);
+        let index = builder.allocation(&[edges], Category::Input, 0);
+        let gather = "aten.index.Tensor";
+        let rows = builder.op(gather, Phase::Forward, &[nodes, index], &[edges, 16]);
+        builder.op(sum, Phase::Forward, &[nodes, index, rows], &[8, 16]);
+        builder.finish()
+    }
+
+    #[test]
+    fn messages_of_many_edges_that_are_summed_into_nodes_are_found() {
+        let of = |edges, sum| chunks(&messages(edges, sum)).map(|mut found| found.pop().unwrap());
+        for sum in ["aten.index_add.default", "aten.scatter_add_.default"] {
+            let found = of(512, sum).unwrap();
+            let edges = found.edges.as_ref().unwrap();
+            assert_eq!(found.slices(), EDGE_SLICES);
+            assert!(edges.kept.is_empty() && edges.least_bytes <= Bytes(512 * 64 / 32));
+        }
+        assert!(of(512, "aten.relu.default").is_err(), "nothing sums them");
+        assert!(of(EDGE_SLICES * LEAST_ROWS - 1, "aten.index_add.default").is_err());
+        let mut infers = messages(512, "aten.index_add.default");
+        infers.meta.training = false;
+        assert!(chunks(&infers).is_err());
     }
 }

@@ -1,5 +1,5 @@
-//! Part of a step in slices: the loss, a module call that treats its rows one by one, or large images and attention of
-//! inference.
+//! Part of a step in slices: the loss, a module call that treats its rows one by one, messages along the edges of a
+//! graph, or large images and attention of inference.
 //!
 //! Responsible for what is worth a capture in slices (`candidates.rs`), for the proof that a call may be cut
 //! (`row_proof.rs`), and for the action. Not responsible for the capture (the Python package), nor for trying it
@@ -17,7 +17,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::Chunk,
     name: "chunk",
     title: "chunking",
-    help: "Compute large losses, wide layers, images and attention in slices",
+    help: "Compute large losses, wide layers, messages of graphs, images and attention in slices",
     promise: Class::Equivalent,
     effect: |action| match action.count {
         1 => "logits of those rows alone that are used".to_owned(),
@@ -79,6 +79,9 @@ fn notes(chunk: &Chunk) -> Vec<String> {
             count => format!(" and {count} more"),
         };
         parts.push(format!("`{}`{others} in {}", first.module, first.slices));
+    }
+    if let Some(edges) = &chunk.edges {
+        parts.push(format!("messages along edges in {}", edges.slices));
     }
     let mut notes = Vec::new();
     if !parts.is_empty() {
