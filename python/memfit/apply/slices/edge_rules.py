@@ -85,6 +85,34 @@ def step_of(func: Any, args: Args, kwargs: Named, edges: int, rows_of: RowsOf) -
     return step if is_of_rows else None
 
 
+def parts_of(func: Any, args: Args, kwargs: Named, rows_of: RowsOf) -> list[Step]:
+    """A call that cuts rows into parts as a step for each; none where it is not known to.
+
+    Args:
+        func: As of :func:`step_of`.
+        args: The same.
+        kwargs: The same.
+        rows_of: The same.
+    """
+    given = {**dict(zip(("tensor", "size", "dim"), args, strict=False)), **kwargs}
+    rows = rows_of(given["tensor"]) if func in _CUTS and "tensor" in given else None
+    if rows is None:
+        return []
+    dim = given.get("dim", 0) % given["tensor"].dim()
+    if dim == 0:
+        return []
+    steps, start = [], 0
+    for like in on_meta(func, args, kwargs):
+        width = like.shape[dim]
+
+        def make(pieces: list[Tensor], start: int = start, width: int = width) -> Tensor:
+            return pieces[0].narrow(dim, start, width)
+
+        steps.append(Step(make, (rows,), like))
+        start += width
+    return steps
+
+
 def on_meta(func: Any, args: Args, kwargs: Named) -> Any:
     """What a call returns, without memory."""
 
@@ -105,6 +133,8 @@ def _elementwise(func: Any, args: Args, kwargs: Named, edges: int, rows_of: Rows
     if any(isinstance(it, (list, tuple)) for it in args):
         return None
     like = on_meta(func, args, kwargs)
+    if not isinstance(like, Tensor):
+        return None
     inputs: list[Input] = []
     for arg in args:
         if not isinstance(arg, Tensor):
@@ -269,11 +299,15 @@ _ELEMENTWISE = [
     *_both("maximum", "minimum", "pow", "neg", "negative", "abs", "square", "sqrt", "rsqrt"),
     *_both("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "sigmoid", "relu", "erf"),
     *_both("reciprocal", "clamp", "clip", "clamp_min", "clamp_max", "masked_fill", "selu", "celu"),
+    *_both("gt", "ge", "lt", "le", "eq", "ne"),
     *(torch.where, torch.addcmul, torch.lerp, F.sigmoid, F.tanh, F.softplus, F.gelu),
     *(F.logsigmoid, F.softsign),
     *(
         getattr(Tensor, f"__{name}__")
-        for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow")
+        for name in (
+            *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow"),
+            *("gt", "ge", "lt", "le", "eq", "ne"),
+        )
     ),
     *(Tensor.__neg__, Tensor.__abs__),
 ]
@@ -298,6 +332,8 @@ _RULES: dict[Any, Rule] = {
     F.layer_norm: _layer_norm,
 }
 
+
+_CUTS = frozenset(_both("split", "chunk"))
 
 # Sums
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.apply.proven_ops import LeftProof
 from memfit.apply.slices.deferred import ABOUT
 from memfit.apply.slices.edge_program import Gathered, Program, Rows
-from memfit.apply.slices.edge_rules import INDICES, Sum, on_meta, step_of, sum_of
+from memfit.apply.slices.edge_rules import INDICES, Step, Sum, on_meta, parts_of, step_of, sum_of
 from memfit.apply.slices.edge_sums import Taken, edge_sums
 from memfit.apply.slices.forward_mode import ForwardMode
 from memfit.apply.slices.writes import WATCHED, make_what_is_written
@@ -164,7 +164,8 @@ class EdgeTensor(Tensor):
             device: Where they would be.
         """
         grad = torch.is_grad_enabled()
-        needs = grad and any(it.requires_grad for it in Program.of(rows).given())
+        needs = grad and like.is_floating_point()
+        needs = needs and any(it.requires_grad for it in Program.of(rows).given())
         made: EdgeTensor = Tensor._make_wrapper_subclass(
             EdgeTensor, tuple(like.shape), dtype=like.dtype, device=device, requires_grad=needs
         )
@@ -242,9 +243,15 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     sum_ = sum_of(func, args, kwargs, edges, _rows_of)
     if sum_ is not None:
         return _summed(sum_)
+    parts = parts_of(func, args, kwargs, _rows_of)
+    if parts:
+        return tuple(_put_off(part, first) for part in parts)
     step = step_of(func, args, kwargs, edges, _rows_of)
-    if step is None:
-        return NotImplemented
+    return NotImplemented if step is None else _put_off(step, first)
+
+
+def _put_off(step: Step, first: EdgeTensor) -> EdgeTensor:
+    """What stands for the result of a call on rows, of which this is one."""
     numbers = (it.gathers for it in step.inputs if isinstance(it, Rows))
     rows = Rows(step.make, step.inputs, _row_bytes(step.like), frozenset().union(*numbers))
     return EdgeTensor.of(rows, step.like, first._owner, first.device)

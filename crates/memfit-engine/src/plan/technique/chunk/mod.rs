@@ -17,7 +17,7 @@ pub(super) static TECHNIQUE: Technique = Technique {
     kind: ActionKind::Chunk,
     name: "chunk",
     title: "chunking",
-    help: "Compute large losses, wide layers, messages of graphs, images and attention in slices",
+    help: "Compute losses, wide layers, messages, images, attention in slices",
     promise: Class::Equivalent,
     effect: |action| match action.count {
         1 => "logits of those rows alone that are used".to_owned(),
