@@ -225,6 +225,41 @@ def _through_a_function(layer, x, source, target):
     return torch.zeros_like(x).index_add(0, target, Double.apply(x[source]))
 
 
+def _written_after_use(layer, x, source, target):
+    messages = x[source]
+    doubled = messages * 2
+    messages.mul_(3)
+    return torch.zeros_like(x).index_add(0, target, doubled)
+
+
+def _written_through_a_view(layer, x, source, target):
+    messages = x[source]
+    heads = messages.view(EDGES, 2, -1)
+    heads.mul_(3)
+    return torch.zeros_like(x).index_add(0, target, messages)
+
+
+def _view_of_what_is_written(layer, x, source, target):
+    messages = x[source]
+    part = messages[:, :4]
+    messages.mul_(3)
+    return torch.cat([torch.zeros(NODES, 4).index_add(0, target, part)] * 2, 1)
+
+
+def _two_views(layer, x, source, target):
+    messages = x[source]
+    left, right = messages[:, :4], messages[:, 4:]
+    right.add_(left)
+    return torch.zeros_like(x).index_add(0, target, torch.cat([left, right], 1))
+
+
+def _many_steps(layer, x, source, target):
+    messages = x[source]
+    for step in range(200):
+        messages = messages * (1 + 0.001 * step)
+    return torch.zeros_like(x).index_add(0, target, messages * 1e-8)
+
+
 def _to_itself(layer, x, source, target):
     x = x * 1
     return x.index_add_(0, target, x[source].sigmoid())
@@ -235,7 +270,14 @@ def _to_itself(layer, x, source, target):
     [
         *(_dropout, _in_place, _hooked, _by_numpy, _normalised_over_edges, _transposed),
         *(_along_edges, _source_changes, _index_changes, _wider_scatter, _through_a_function),
-        _to_itself,
+        *(
+            _to_itself,
+            _written_after_use,
+            _view_of_what_is_written,
+            _written_through_a_view,
+            _two_views,
+            _many_steps,
+        ),
     ],
 )
 def test_what_is_not_known_to_treat_rows_one_by_one_gets_them_whole(convolve):

@@ -57,18 +57,34 @@ class Rows:
     Attributes:
         make: Makes them.
         inputs: What of.
-        row_bytes: Size of one.
+        like: All of them, without memory.
         gathers: Numbers of the gathers that they are made of.
+        depth: Steps from what is gathered, at most.
+        is_view: Whether they show the memory of the first input's.
         real: They themselves, once somebody needed them all.
         is_taken: Whether something was computed of them in slices, whose gradient knows no whole.
     """
 
     make: Make
     inputs: tuple[Rows | Gathered | Cut | Kept, ...]
-    row_bytes: int
+    like: Tensor
     gathers: frozenset[int]
+    depth: int = 0
+    is_view: bool = False
     real: Tensor | None = None
     is_taken: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one."""
+        return self.like.numel() // max(len(self.like), 1) * self.like.element_size()
+
+    def behind(self) -> list[Rows]:
+        """Those whose memory they show, from the first on, and they themselves."""
+        chain = [self]
+        while chain[0].is_view and isinstance(chain[0].inputs[0], Rows):
+            chain.insert(0, chain[0].inputs[0])
+        return chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,13 @@ class Step:
         make: Makes rows of its result.
         inputs: What of.
         like: The whole result, without memory.
+        is_view: Whether the result shows the memory of the first input.
     """
 
     make: Make
     inputs: tuple[Input, ...]
     like: Tensor
+    is_view: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def parts_of(func: Any, args: Args, kwargs: Named, rows_of: RowsOf) -> list[Step
         def make(pieces: list[Tensor], start: int = start, width: int = width) -> Tensor:
             return pieces[0].narrow(dim, start, width)
 
-        steps.append(Step(make, (rows,), like))
+        steps.append(Step(make, (rows,), like, is_view=True))
         start += width
     return steps
 
@@ -177,7 +179,8 @@ def _dropout(_func: Any, args: Args, kwargs: Named, _edges: int, rows_of: RowsOf
     drops = given.get("training", True) and given.get("p", 0.5)
     if rows is None or drops or given.get("inplace"):
         return None
-    return Step(lambda pieces: pieces[0], (rows,), on_meta(_same, (given["input"],), {}))
+    like = on_meta(_same, (given["input"],), {})
+    return Step(lambda pieces: pieces[0], (rows,), like, is_view=True)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -236,7 +239,9 @@ def _shaped(func: Any, args: Args, kwargs: Named, edges: int, rows_of: RowsOf) -
     shape = tuple(like.shape[1:])
     if not like.dim() or like.shape[0] != edges or not like.is_contiguous():
         return None
-    return Step(lambda pieces: pieces[0].reshape(len(pieces[0]), *shape), (rows,), like)
+    return Step(
+        lambda pieces: pieces[0].reshape(len(pieces[0]), *shape), (rows,), like, is_view=True
+    )
 
 
 def _getitem(func: Any, args: Args, kwargs: Named, _edges: int, rows_of: RowsOf) -> Step | None:
@@ -250,7 +255,7 @@ def _getitem(func: Any, args: Args, kwargs: Named, _edges: int, rows_of: RowsOf)
     if not all(it is None or it is ... or type(it) in {int, slice} for it in index):
         return None
     like = on_meta(func, args, kwargs)
-    return Step(lambda pieces: pieces[0][index], (rows,), like)
+    return Step(lambda pieces: pieces[0][index], (rows,), like, is_view=True)
 
 
 def _within(func: Any, args: Args, kwargs: Named, _edges: int, rows_of: RowsOf) -> Step | None:

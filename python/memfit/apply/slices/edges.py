@@ -37,6 +37,9 @@ from memfit.tensors.function_modes import torchs_own
 _LEAST_ROWS = 2
 """Edges in a slice, at least."""
 
+_MOST_STEPS = 64
+"""Steps from what is gathered to a value, at most; they are one recursion."""
+
 _NARROWER = 2
 """So many times narrower than what it is made of is what is computed in slices and then kept."""
 
@@ -148,28 +151,26 @@ class EdgeTensor(Tensor):
     """Stands for rows of edges; see the module."""
 
     _rows: Rows
-    _like: Tensor
     _owner: SlicedEdges
     _grad_is_on: bool
     _standing: _Standing
 
     @staticmethod
-    def of(rows: Rows, like: Tensor, owner: SlicedEdges, device: torch.device) -> EdgeTensor:
+    def of(rows: Rows, owner: SlicedEdges, device: torch.device) -> EdgeTensor:
         """Make one.
 
         Args:
             rows: The rows.
-            like: All of them without memory.
             owner: Whose they are.
             device: Where they would be.
         """
-        grad = torch.is_grad_enabled()
+        grad, like = torch.is_grad_enabled(), rows.like
         needs = grad and like.is_floating_point()
         needs = needs and any(it.requires_grad for it in Program.of(rows).given())
         made: EdgeTensor = Tensor._make_wrapper_subclass(
             EdgeTensor, tuple(like.shape), dtype=like.dtype, device=device, requires_grad=needs
         )
-        made._rows, made._like, made._owner, made._grad_is_on = rows, like, owner, grad
+        made._rows, made._owner, made._grad_is_on = rows, owner, grad
         made._standing = _Standing(made)
         owner.stands(made._standing)
         if needs:
@@ -183,18 +184,27 @@ class EdgeTensor(Tensor):
         Args:
             who: Who needs them.
         """
-        rows, owner = self._rows, self._owner
-        if rows.real is None:
-            program = Program.of(rows)
-            with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._grad_is_on):
-                if program.width_bytes >= _NARROWER * rows.row_bytes:
-                    rows_in_slices(self, program)
-                else:
-                    owner.needed_whole(who, rows)
-                    rows.real = program.rows(program.pieces(program.given(), 0, len(self._like)))
-            owner.stands_no_longer(self._standing)
-        assert rows.real is not None, "they are there"
-        return rows.real
+        for rows in self._rows.behind():
+            if rows.real is None:
+                with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._grad_is_on):
+                    self._make(rows, who)
+        self._owner.stands_no_longer(self._standing)
+        assert self._rows.real is not None, "they are there"
+        return self._rows.real
+
+    def _make(self, rows: Rows, who: str) -> None:
+        behind = rows.inputs[0] if rows.is_view else None
+        if isinstance(behind, Rows) and behind.real is not None:
+            rows.real = rows.make([behind.real])
+            return
+        program, owner = Program.of(rows), self._owner
+        if program.width_bytes >= _NARROWER * rows.row_bytes:
+            with torch._C.DisableTorchFunctionSubclass():
+                device = self.device
+            _make_in_slices(rows, program, owner, device)
+        else:
+            owner.needed_whole(who, rows)
+            rows.real = program.rows(program.pieces(program.given(), 0, len(rows.like)))
 
     @classmethod
     def __torch_function__(
@@ -212,6 +222,7 @@ class EdgeTensor(Tensor):
         if func in _LOOKING or name in {"grad", "backward"}:
             _require_untaken((args, kwargs), name)
         args, kwargs = _real((args, kwargs), name)
+        make_what_is_written(func, args, kwargs)
         return func(*args, **kwargs)
 
     @classmethod
@@ -232,19 +243,18 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     args, kwargs = _mapped((args, kwargs), _there)
     given = [it for it in _leaves((args, kwargs)) if isinstance(it, Tensor)]
     put_off = [it for it in given if isinstance(it, EdgeTensor)]
-    if not put_off:
-        return func(*args, **kwargs)
-    if not all(map(_is_plain, given)) or not _go_together(put_off):
+    if not (put_off and all(map(_is_plain, given)) and _go_together(put_off)):
         return NotImplemented
     first = put_off[0]
     if (plain := _PLAIN_RESULTS.get(func)) is not None:
         return plain(func, args, kwargs)
-    edges = len(first._like)
+    edges = len(first._rows.like)
     sum_ = sum_of(func, args, kwargs, edges, _rows_of)
     if sum_ is not None:
         return _summed(sum_)
-    parts = parts_of(func, args, kwargs, _rows_of)
-    if parts:
+    if max(it._rows.depth for it in put_off) >= _MOST_STEPS:
+        return NotImplemented
+    if parts := parts_of(func, args, kwargs, _rows_of):
         return tuple(_put_off(part, first) for part in parts)
     step = step_of(func, args, kwargs, edges, _rows_of)
     return NotImplemented if step is None else _put_off(step, first)
@@ -252,16 +262,18 @@ def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _put_off(step: Step, first: EdgeTensor) -> EdgeTensor:
     """What stands for the result of a call on rows, of which this is one."""
-    numbers = (it.gathers for it in step.inputs if isinstance(it, Rows))
-    rows = Rows(step.make, step.inputs, _row_bytes(step.like), frozenset().union(*numbers))
-    return EdgeTensor.of(rows, step.like, first._owner, first.device)
+    made_of = [it for it in step.inputs if isinstance(it, Rows)]
+    gathers = frozenset().union(*(it.gathers for it in made_of))
+    depth = 1 + max(it.depth for it in made_of)
+    rows = Rows(step.make, step.inputs, step.like, gathers, depth, step.is_view)
+    return EdgeTensor.of(rows, first._owner, first.device)
 
 
 def _go_together(put_off: list[EdgeTensor]) -> bool:
     """Whether values are rows of the same edges, and are used as they were gathered."""
     first = put_off[0]
-    same = (first._owner, len(first._like), torch.is_grad_enabled())
-    are_alike = all((it._owner, len(it._like), it._grad_is_on) == same for it in put_off)
+    same = (first._owner, len(first._rows.like), torch.is_grad_enabled())
+    are_alike = all((it._owner, len(it._rows.like), it._grad_is_on) == same for it in put_off)
     return are_alike and not torch.is_autocast_enabled(first.device.type)
 
 
@@ -280,7 +292,7 @@ def _summed(it: Sum) -> Any:
         return NotImplemented
     _take(rows._rows)
     rows._owner.sums += 1
-    edges = len(rows._like)
+    edges = len(rows._rows.like)
     with torch._C.DisableTorchFunction():
         if it.mean:
             return _mean(it, program, edges, rows._owner.slices)
@@ -303,21 +315,12 @@ def _mean(it: Sum, program: Program, edges: int, slices: int) -> Tensor:
     return sums.copy_(made) if it.in_place else made
 
 
-def rows_in_slices(tensor: EdgeTensor, program: Program) -> None:
-    """Make rows that are narrower than what they are made of, which never is there as a whole.
-
-    Args:
-        tensor: What stands for them.
-        program: Makes them.
-    """
-    rows, owner = tensor._rows, tensor._owner
+def _make_in_slices(rows: Rows, program: Program, owner: SlicedEdges, device: torch.device) -> None:
+    """Make rows that are narrower than what they are made of, which never is there as a whole."""
     for it in rows.inputs:
         if isinstance(it, Rows):
             _take(it)
-    edges = len(tensor._like)
-    with torch._C.DisableTorchFunctionSubclass():
-        device = tensor.device
-    taken = Taken(edges, owner.slices, like=tensor._like, device=device)
+    taken = Taken(len(rows.like), owner.slices, like=rows.like, device=device)
     rows.real = edge_sums(program, taken, None, None)
     owner.sums += 1
 
@@ -351,10 +354,6 @@ def _go_on(tensor: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient, tensor.grad = tensor.grad, None
     torch.autograd.backward(tensor.become_real("an autograd function"), gradient, retain_graph=True)
-
-
-def _row_bytes(like: Tensor) -> int:
-    return like.numel() // max(len(like), 1) * like.element_size()
 
 
 def _rows_of(tensor: Tensor) -> Rows | None:
@@ -409,7 +408,7 @@ def _expanded(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     other = args[1] if args[1:] else kwargs.get("other")
     if not isinstance(other, EdgeTensor) or isinstance(args[0], EdgeTensor):
         return NotImplemented
-    return args[0].expand(other._like.shape)
+    return args[0].expand(other._rows.like.shape)
 
 
 def _made_new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -422,7 +421,7 @@ def _made_new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         device = first.device
-    empty = torch.empty(0, dtype=first._like.dtype, device=device)
+    empty = torch.empty(0, dtype=first._rows.like.dtype, device=device)
     return func(empty, *args[1:], **kwargs)
 
 
@@ -476,9 +475,8 @@ class _Gathering(ForwardMode):
         if number in self._owner.kept:
             return gathered.gather(source, gathered.index)
         like = on_meta(torch.index_select, (source, 0, gathered.index), {})
-        row_bytes = _row_bytes(like)
-        rows = Rows(lambda pieces: pieces[0], (gathered,), row_bytes, frozenset({number}))
-        return EdgeTensor.of(rows, like, self._owner, source.device)
+        rows = Rows(lambda pieces: pieces[0], (gathered,), like, frozenset({number}))
+        return EdgeTensor.of(rows, self._owner, source.device)
 
 
 def _gather_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Gathered | None:
