@@ -104,6 +104,42 @@ def test_the_collector_passes_over_libraries_that_are_imported_after_torch(tmp_p
     assert ran.stderr.splitlines()[0] == "[0, 20000] False"
 
 
+def test_libraries_that_count_leaks_find_all_let_go_of(tmp_path: Path):
+    """Those made with nanobind print 30 lines where the last collection passes over them."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "counting.py").write_text(
+        textwrap.dedent(
+            """
+            import os
+
+            class Kind(type):
+                __module__ = "nanobind"
+
+            class Bound(metaclass=Kind):
+                def __del__(self, write=os.write):
+                    write(1, b"let go of")
+
+            one = Bound()
+            one.self = one
+            del one
+            """
+        )
+    )
+    ran = inline(
+        tmp_path,
+        "1GiB",
+        f"""
+        import sys
+        sys.path.insert(0, {str(folder)!r})
+        import torch
+        import counting
+        """,
+        ways=in_processes,
+    )
+    assert ran.stdout == "let go of"
+
+
 def test_models_that_a_library_makes_when_it_is_imported_are_planned(tmp_path: Path):
     """The collector knows nothing of them, and memfit does."""
     folder = tmp_path / "site-packages"

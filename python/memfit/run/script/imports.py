@@ -8,7 +8,8 @@ seeing that torch is imported (:mod:`memfit.run.script.summary`).
 The script's own objects are collected as ever, but for those that were there before torch. Where
 there were any, all are the collector's again at the end: what the last collection lets go of, such
 as a file with bytes still to be written, is the script's. After torch, imports are left alone for
-as long as the script has done nothing but import.
+as long as the script has done nothing but import, and no library is there that counts at the end
+what was not collected.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class _Libraries:
         """Find a library as ever, and leave it alone while it is loaded."""
         if self._is_inside or threading.get_ident() != self._thread:
             return None
-        if self._has_own():
+        if self._has_own() or _counts_leaks():
             self.remove()
             return None
         spec = self._found(name, path, target)
@@ -118,7 +119,7 @@ class _Libraries:
             gc.disable()
             try:
                 load(module)
-                if was_on and not self._has_own():
+                if was_on and not self._has_own() and not _counts_leaks():
                     self._before()
                     gc.freeze()
             finally:
@@ -139,6 +140,14 @@ class _Libraries:
             if spec is not None:
                 return spec  # type: ignore[no-any-return]
         return None
+
+
+def _counts_leaks() -> bool:
+    """Whether a library is there that says at the end what of its own was not let go of.
+
+    All that are made with nanobind do, as Triton is, and their classes are of a class of its own.
+    """
+    return any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
 
 
 def _is_far(origin: str | None) -> bool:
