@@ -412,3 +412,45 @@ def test_a_second_forward_counts_anew():
         results(_dropout, slices)
     results(gcn, slices)
     assert (slices.sums, slices.divergence) == (1, "")
+
+
+class _Squared(torch.autograd.Function):
+    """A function of a script's own, which takes a tensor without asking torch's functions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+@pytest.mark.parametrize("asked", ["grad", "backward"])
+def test_gradients_pass_through_functions_of_autograds_own(asked: str):
+    """Also those that are asked for by `torch.autograd.grad`, which leaves gradients alone."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(8, 8), torch.randn(50, 8)
+    source, target = torch.randint(0, 50, (2, 4000))
+    weights = list(layer.parameters())
+
+    def loss() -> torch.Tensor:
+        nodes = layer(x)
+        messages = _Squared.apply(nodes[source])
+        return (torch.zeros_like(nodes).index_add(0, target, messages) + nodes).square().mean()
+
+    def gradients(of: torch.Tensor) -> list[torch.Tensor]:
+        if asked == "backward":
+            layer.zero_grad()
+            of.backward()
+            return [it.grad for it in weights]
+        return list(torch.autograd.grad(of, weights))
+
+    expected = gradients(loss())
+    sliced = SlicedEdges({"slices": 4, "least_bytes": 1}, warn=False)
+    with sliced.forward():
+        made = loss()
+    assert sliced.whole
+    torch.testing.assert_close(gradients(made), expected)

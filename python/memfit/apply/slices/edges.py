@@ -164,18 +164,12 @@ class EdgeTensor(Tensor):
             owner: Whose they are.
             device: Where they would be.
         """
-        grad, like = torch.is_grad_enabled(), rows.like
-        needs = grad and like.is_floating_point()
-        needs = needs and any(it.requires_grad for it in Program.of(rows).given())
-        made: EdgeTensor = Tensor._make_wrapper_subclass(
-            EdgeTensor, tuple(like.shape), dtype=like.dtype, device=device, requires_grad=needs
-        )
-        made._rows, made._owner, made._grad_is_on = rows, owner, grad
+        given = Program.of(rows).given() if rows.like.is_floating_point() else []
+        with torch._C.DisableTorchFunction():
+            made: EdgeTensor = _MadeOf.apply(rows, device, *given)
+        made._rows, made._owner, made._grad_is_on = rows, owner, torch.is_grad_enabled()
         made._standing = _Standing(made)
         owner.stands(made._standing)
-        if needs:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_post_accumulate_grad_hook(_go_on)  # type: ignore[no-untyped-call]
         return made
 
     def become_real(self, who: str) -> Tensor:
@@ -236,6 +230,36 @@ class EdgeTensor(Tensor):
     def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
         """That of the rows: whoever prints them looks at them."""
         return repr(self.become_real("repr"))
+
+
+class _MadeOf(torch.autograd.Function):
+    """What rows are made of, for a graph that takes what stands for them for a tensor.
+
+    A function of autograd's own does not ask for the rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Rows, device: torch.device, *given: Tensor) -> Tensor:
+        ctx.rows, ctx.given = rows, given
+        made: Tensor = Tensor._make_wrapper_subclass(
+            EdgeTensor, tuple(rows.like.shape), dtype=rows.like.dtype, device=device
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[2:]
+        wanted = [it for it, need in zip(ctx.given, needs, strict=True) if need]
+        made = torch.autograd.grad(
+            ctx.rows.real,
+            wanted,
+            gradient,
+            retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+        found = iter(made)
+        return (None, None, *(next(found) if need else None for need in needs))
 
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,13 +371,6 @@ def _require_untaken(given: Any, who: str) -> None:
                 f"`{who}` looks at the gradient of rows of edges after they were added up in slices"
             )
             raise LeftProof(message)
-
-
-def _go_on(tensor: Any) -> None:
-    """Take a gradient on to the real rows: a function of autograd's own does not ask for them."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient, tensor.grad = tensor.grad, None
-    torch.autograd.backward(tensor.become_real("an autograd function"), gradient, retain_graph=True)
 
 
 def _rows_of(tensor: Tensor) -> Rows | None:
