@@ -458,3 +458,36 @@ def test_logits_that_are_looked_at_after_an_update_are_an_error_and_no_others():
     optimizer.step()
     with pytest.raises(UsageError, match="have been updated since"):
         logits.argmax(-1)
+
+
+class _LogOfSums(torch.autograd.Function):
+    """A function of a script's own, which takes logits without asking torch's functions."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.save_for_backward(logits)
+        return logits.logsumexp(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (logits,) = ctx.saved_tensors
+        return logits.softmax(-1) * gradient[:, None]
+
+
+@pytest.mark.parametrize("in_script", [False, True])
+def test_gradients_asked_of_autograd_pass_through_functions_of_its_own(in_script: bool):
+    """`torch.autograd.grad` leaves no gradient anywhere on the way, and runs no hook there."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 200)), torch.randn(64, 16)
+    weights = list(model.parameters())
+
+    def loss() -> torch.Tensor:
+        return _LogOfSums.apply(model(x)).mean() + model[0].weight.square().sum()
+
+    expected = torch.autograd.grad(loss(), weights)
+    chunk = {"weight": "1.weight", "slices": 4}
+    sliced = ChunkedLoss(model, chunk, warn=False, in_script=in_script)
+    with sliced.forward():
+        made = loss()
+    assert sliced.last.whole
+    torch.testing.assert_close(torch.autograd.grad(made, weights), expected, rtol=0, atol=0)

@@ -86,22 +86,16 @@ class DeferredLogits(Tensor):
     _view: _View
     _real: Tensor | None
     _made_at: int
+    _shared: list[Tensor]
 
     @staticmethod
     def of(view: _View) -> DeferredLogits:
         """Make one."""
-        needs_grad = view.whole.requires_grad
-        made: DeferredLogits = Tensor._make_wrapper_subclass(
-            DeferredLogits,
-            view.shape,
-            dtype=view.dtype,
-            device=view.hidden.device,
-            requires_grad=needs_grad,
-        )
-        made._view, made._real, made._made_at = view, None, 0
-        if needs_grad:
-            with torch._C.DisableTorchFunctionSubclass():
-                made.register_post_accumulate_grad_hook(_go_on)  # type: ignore[no-untyped-call]
+        shared: list[Tensor] = []
+        given = [it for it in view.whole.called_with() if it is not None]
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(view.whole.requires_grad):
+            made: DeferredLogits = _MadeOf.apply(view, shared, *given)
+        made._view, made._real, made._made_at, made._shared = view, None, 0, shared
         return made
 
     @staticmethod
@@ -125,6 +119,7 @@ class DeferredLogits(Tensor):
                     made = self._stepped(view.before[0]._unwritten())
             assert made is not None, "rows, all logits, or what is made from others"
             self._real, self._made_at = made, version_of(made)
+            self._shared.append(made)
         return self._real
 
     def _stepped(self, given: Tensor) -> Tensor:
@@ -243,12 +238,29 @@ def _is_alias(tensor: Tensor, logits: DeferredLogits) -> bool:
     return bool(memory == logits.become_real("an alias").untyped_storage()._cdata)
 
 
-def _go_on(logits: Any) -> None:
-    """Take a gradient on to the real logits: a function of autograd's own does not ask for them."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient, logits.grad = logits.grad, None
-    real = logits.become_real("an autograd function")
-    torch.autograd.backward(real, gradient, retain_graph=True)
+class _MadeOf(torch.autograd.Function):
+    """What logits are made of, for a graph that takes what stands for them for a tensor.
+
+    A function of autograd's own does not ask for the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, view: _View, shared: list[Tensor], *given: Tensor) -> Tensor:
+        ctx.shared, ctx.given = shared, given
+        made: Tensor = Tensor._make_wrapper_subclass(
+            DeferredLogits, view.shape, dtype=view.dtype, device=view.hidden.device
+        )
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (real,) = ctx.shared  # made when the function took it
+        needs = ctx.needs_input_grad[2:]
+        wanted = [it for it, need in zip(ctx.given, needs, strict=True) if need]
+        is_asked = torch.is_grad_enabled()
+        made = torch.autograd.grad(real, wanted, gradient, retain_graph=True, create_graph=is_asked)
+        found = iter(made)
+        return (None, None, *(next(found) if need else None for need in needs))
 
 
 def without_deferred(result: Any) -> Any:
