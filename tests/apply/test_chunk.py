@@ -475,7 +475,7 @@ class _LogOfSums(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("in_script", [False, True])
-def test_gradients_asked_of_autograd_pass_through_functions_of_its_own(in_script: bool):
+def test_gradients_asked_of_autograd_pass_through_functions_of_its_own(*, in_script: bool):
     """`torch.autograd.grad` leaves no gradient anywhere on the way, and runs no hook there."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 200)), torch.randn(64, 16)
