@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.apply.slices.gradient_looks import Step, Way
+from memfit.apply.slices.made_of import made_of
 from memfit.apply.slices.sliced_loss import LossOptions, sliced_cross_entropy
 from memfit.apply.slices.whole_logits import Whole
 from memfit.tensors.function_modes import torchs_own
@@ -93,8 +94,14 @@ class DeferredLogits(Tensor):
         """Make one."""
         shared: list[Tensor] = []
         given = [it for it in view.whole.called_with() if it is not None]
-        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(view.whole.requires_grad):
-            made: DeferredLogits = _MadeOf.apply(view, shared, *given)
+
+        def make() -> Tensor:
+            return Tensor._make_wrapper_subclass(
+                DeferredLogits, view.shape, dtype=view.dtype, device=view.hidden.device
+            )
+
+        with torch.set_grad_enabled(view.whole.requires_grad):
+            made: DeferredLogits = made_of(make, lambda: next(iter(shared), None), given)
         made._view, made._real, made._made_at, made._shared = view, None, 0, shared
         return made
 
@@ -236,31 +243,6 @@ def _is_alias(tensor: Tensor, logits: DeferredLogits) -> bool:
     """Whether what follows from logits shows their memory."""
     memory = tensor.untyped_storage()._cdata
     return bool(memory == logits.become_real("an alias").untyped_storage()._cdata)
-
-
-class _MadeOf(torch.autograd.Function):
-    """What logits are made of, for a graph that takes what stands for them for a tensor.
-
-    A function of autograd's own does not ask for the logits.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, view: _View, shared: list[Tensor], *given: Tensor) -> Tensor:
-        ctx.shared, ctx.given = shared, given
-        made: Tensor = Tensor._make_wrapper_subclass(
-            DeferredLogits, view.shape, dtype=view.dtype, device=view.hidden.device
-        )
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (real,) = ctx.shared  # made when the function took it
-        needs = ctx.needs_input_grad[2:]
-        wanted = [it for it, need in zip(ctx.given, needs, strict=True) if need]
-        is_asked = torch.is_grad_enabled()
-        made = torch.autograd.grad(real, wanted, gradient, retain_graph=True, create_graph=is_asked)
-        found = iter(made)
-        return (None, None, *(next(found) if need else None for need in needs))
 
 
 def without_deferred(result: Any) -> Any:

@@ -23,7 +23,7 @@ Args = tuple[Any, ...]
 Named = dict[str, Any]
 Input = Rows | Cut | Kept
 RowsOf = Callable[[Tensor], Rows | None]
-"""What stands for a tensor that is put off; ``None`` for one that is there."""
+"""The rows that a tensor stands for; ``None`` for an ordinary tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from memfit.apply.slices.edge_program import Gathered, Program, Rows
 from memfit.apply.slices.edge_rules import INDICES, Step, Sum, on_meta, parts_of, step_of, sum_of
 from memfit.apply.slices.edge_sums import Taken, edge_sums
 from memfit.apply.slices.forward_mode import ForwardMode
+from memfit.apply.slices.made_of import made_of
 from memfit.apply.slices.writes import WATCHED, make_what_is_written
 from memfit.errors import DivergenceWarning, UsageError
 from memfit.tensors.function_modes import torchs_own
@@ -165,8 +166,13 @@ class EdgeTensor(Tensor):
             device: Where they would be.
         """
         given = Program.of(rows).given() if rows.like.is_floating_point() else []
-        with torch._C.DisableTorchFunction():
-            made: EdgeTensor = _MadeOf.apply(rows, device, *given)
+
+        def make() -> Tensor:
+            return Tensor._make_wrapper_subclass(
+                EdgeTensor, tuple(rows.like.shape), dtype=rows.like.dtype, device=device
+            )
+
+        made: EdgeTensor = made_of(make, lambda: rows.real, given)
         made._rows, made._owner, made._grad_is_on = rows, owner, torch.is_grad_enabled()
         made._standing = _Standing(made)
         owner.stands(made._standing)
@@ -228,38 +234,8 @@ class EdgeTensor(Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self, **_kwargs: Any) -> str:  # type: ignore[override]
-        """That of the rows: whoever prints them looks at them."""
+        """The rows' own: they are computed to be printed."""
         return repr(self.become_real("repr"))
-
-
-class _MadeOf(torch.autograd.Function):
-    """What rows are made of, for a graph that takes what stands for them for a tensor.
-
-    A function of autograd's own does not ask for the rows.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Rows, device: torch.device, *given: Tensor) -> Tensor:
-        ctx.rows, ctx.given = rows, given
-        made: Tensor = Tensor._make_wrapper_subclass(
-            EdgeTensor, tuple(rows.like.shape), dtype=rows.like.dtype, device=device
-        )
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[2:]
-        wanted = [it for it, need in zip(ctx.given, needs, strict=True) if need]
-        made = torch.autograd.grad(
-            ctx.rows.real,
-            wanted,
-            gradient,
-            retain_graph=True,
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
-        found = iter(made)
-        return (None, None, *(next(found) if need else None for need in needs))
 
 
 def _followed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -421,7 +397,7 @@ _LOOKING = frozenset(
 
 
 def _expanded(_func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A tensor that is there, in the sizes of one that is not."""
+    """An ordinary tensor, expanded to the shape of one that is put off."""
     other = args[1] if args[1:] else kwargs.get("other")
     if not isinstance(other, EdgeTensor) or isinstance(args[0], EdgeTensor):
         return NotImplemented
