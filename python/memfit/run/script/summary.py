@@ -319,6 +319,12 @@ class Watch:
             return None
         return self._snapshot
 
+    @staticmethod
+    def _leave_objects() -> None:
+        from memfit.track.live_objects import LIVE_OBJECTS
+
+        LIVE_OBJECTS.leave()
+
     def summary(self, name: str, ending: launcher.Ending) -> dict[str, Any]:
         """What was seen, in the program's words."""
         elapsed = time.perf_counter() - self._start
@@ -334,6 +340,7 @@ class Watch:
             self._advise_outside()
             oom = self._out_of_memory(ending.error, elapsed)
             devices = self._devices(self._began)
+            self._leave_objects()
         else:
             self._notes.append("the script did not import torch: nothing was counted")
         return {
