@@ -61,12 +61,40 @@ def test_a_closure_that_runs_first_is_the_step(tmp_path: Path):
 
 
 def test_an_optimizer_that_calls_its_closure_often_is_planned_inside(tmp_path: Path):
-    """Of LBFGS, every call of the closure in a step after the first runs by the plan."""
+    """Of LBFGS, every call of the closure but the very first runs by the plan."""
     lbfgs = "lambda p: torch.optim.LBFGS(p, max_iter=4, history_size=2)"
     ran = inline(tmp_path, "75%", CLOSURES + f"\n    train({lbfgs}, 4); train(Twice, 3)")
-    for loop in ran.loops:
+    for loop, steps in zip(ran.loops, (4, 3), strict=True):
         assert_within_budget(loop)
-        assert (loop["observed"]["steps"], loop["unplanned"]["steps"]) == (1, 0)
+        counts = [loop[kind]["steps"] for kind in ("observed", "planned", "unplanned")]
+        assert counts == [0, steps, 0]
+
+
+def test_a_history_in_variables_waits_in_files_between_closures(tmp_path: Path):
+    """LBFGS puts the directions it keeps in its state at the end of a step: 16 in the first."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(192, 192), nn.Tanh()) for _ in range(6)])
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=16)
+    batch = torch.randn(2048, 192)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(batch) - batch.roll(1, 0)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(2):
+        print(repr(float(optimizer.step(closure))))
+    print(repr(sum(p.sum().item() for p in model.parameters())))
+    """
+    ran = inline(tmp_path, "16MiB", code, offload="chosen")
+    (loop,) = ran.loops
+    assert ran.fitting["verdict"]["kept"], "its own ops take what is there, in no prediction"
+    assert (loop["planned"]["steps"], loop["replans"]) == (2, 0)
 
 
 def test_state_is_away_while_the_closure_runs_first(tmp_path: Path):

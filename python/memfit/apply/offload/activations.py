@@ -142,7 +142,10 @@ class Outgoing:
 
 
 class Ahead:
-    """What is fetched before it is asked for, in the order of the plan."""
+    """What is fetched before it is asked for, in the order of the plan.
+
+    A look costs by what is there and may be fetched, not by all that the step stores.
+    """
 
     def __init__(self, order: Sequence[tuple[int, int]], window_bytes: int) -> None:
         """Create one for a forward and its backward.
@@ -153,7 +156,8 @@ class Ahead:
         """
         self._ranks = {place: rank for rank, place in enumerate(order)}
         self._states: list[weakref.ref[State] | None] = [None] * len(order)
-        self._first = 0
+        self._left = list(range(len(order)))
+        self._coming: list[weakref.ref[State]] = []
         self._window_bytes = window_bytes
 
     def expect(self, place: tuple[int, int], state: State) -> None:
@@ -168,29 +172,39 @@ class Ahead:
         Raises:
             OffloadError: One of them cannot be read.
         """
-        waiting: list[State] = []
-        ahead_bytes = 0
-        gone = True
-        for rank in range(self._first, len(self._states)):
-            reference = self._states[rank]
-            state = reference() if reference is not None else None
-            if state is None:
-                self._first += gone
-                continue
-            gone = False
-            fetch = state.producer
-            assert isinstance(fetch, Fetch)
-            if state.anchor is None:
-                waiting.append(state)
-            elif fetch.is_ahead:
-                ahead_bytes += fetch.size_bytes
-        for state in waiting:
-            fetch = state.producer
-            assert isinstance(fetch, Fetch)
-            ahead_bytes += fetch.size_bytes
-            if ahead_bytes > self._window_bytes:
-                return
-            fetch_ahead(state, fetch)
+        ahead_bytes = self._coming_bytes()
+        seen, alive = 0, []
+        try:
+            for rank in self._left:
+                reference = self._states[rank]
+                state = None if reference is None else reference()
+                if state is not None and state.anchor is None:
+                    fetch = _fetch_of(state)
+                    ahead_bytes += fetch.size_bytes
+                    if ahead_bytes > self._window_bytes:
+                        return
+                    fetch_ahead(state, fetch)
+                    if fetch.is_ahead:
+                        self._coming.append(weakref.ref(state))
+                seen += 1
+                if reference is None or state is not None:
+                    alive.append(rank)
+        finally:
+            self._left[:seen] = alive
+
+    def _coming_bytes(self) -> int:
+        """Bytes of those that were fetched ahead and that nobody has asked for yet."""
+        found = [(it, state) for it in self._coming if (state := it()) is not None]
+        coming = [(it, _fetch_of(state)) for it, state in found if state.anchor is not None]
+        coming = [(it, fetch) for it, fetch in coming if fetch.is_ahead]
+        self._coming = [it for it, _ in coming]
+        return sum(fetch.size_bytes for _, fetch in coming)
+
+
+def _fetch_of(state: State) -> Fetch:
+    fetch = state.producer
+    assert isinstance(fetch, Fetch), "only what is stored is expected"
+    return fetch
 
 
 class Transit:

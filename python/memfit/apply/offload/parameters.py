@@ -78,6 +78,8 @@ def is_offloaded(storage: torch.UntypedStorage) -> bool:
     Args:
         storage: The storage.
     """
+    if not _placed:
+        return False  # as a rule, and asked for each op that writes
     everywhere = [it._placed for it in _placed]
     return any(it is not None and storage._cdata in it.by_storage for it in everywhere)
 

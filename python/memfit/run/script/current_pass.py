@@ -49,6 +49,7 @@ class CurrentPass:
 
     Attributes:
         loop: Whose it is.
+        in_closure: Whether an optimizer called it, in its step.
         root: What is called, where that is no module that somebody else holds.
         key: Its key.
         running: How it runs.
@@ -56,9 +57,11 @@ class CurrentPass:
         keeps_graph: Whether a backward has run in its forward that may be differentiated.
     """
 
-    __slots__ = ("_called", "keeps_graph", "key", "loop", "root", "running", "wanted")
+    __slots__ = ("_called", "in_closure", "keeps_graph", "key", "loop", "root", "running", "wanted")
 
-    def __init__(self, loop: Loop, root: nn.Module, call: Call, running: Pass) -> None:
+    def __init__(
+        self, loop: Loop, root: nn.Module, call: Call, running: Pass, *, in_closure: bool
+    ) -> None:
         """Know what runs.
 
         Args:
@@ -66,8 +69,10 @@ class CurrentPass:
             root: What is called.
             call: The call.
             running: How it runs.
+            in_closure: Whether an optimizer calls it, in its step.
         """
         self.loop = loop
+        self.in_closure = in_closure
         self.root = root if isinstance(root, Together) else None  # nothing else may hold it
         self.key: Key = call.key
         self.running = running

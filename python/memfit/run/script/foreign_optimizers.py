@@ -11,10 +11,12 @@ for state: whatever tensor an optimizer holds, in ``state`` or elsewhere, may go
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ from memfit.tensors.optimizers import (
 )
 from memfit.tensors.storage import gradient_of
 from memfit.torch_versions import offloaded_parameters_refusal
+from memfit.track.variables import is_memfit, local_variables
 
 if TYPE_CHECKING:
     from memfit.run.script.loop import Loop
@@ -186,7 +189,7 @@ class ForeignOptimizers:
         mapped = list(filter(_is_in_file, state))
         if not mapped and not _lacks_room(step, parameters, gradients, budget_bytes):
             return False
-        if 2 * sum(it.nbytes for it in (*parameters, *gradients, *state)) > free_bytes(place):
+        if 2 * _bytes((*parameters, *gradients, *state)) > free_bytes(place):
             return False
         for loop in self._loops:
             if loop.placing.has_parameters_elsewhere:
@@ -235,6 +238,8 @@ class ForeignOptimizers:
         else:
             took_bytes = peak_bytes - step.live_bytes
             step.known.took_bytes = max(step.known.took_bytes or 0, took_bytes)
+            if self._under_way and _have_no_room(self._loops, _bytes(_state(step.optimizer))):
+                self.let_state_wait()  # as of LBFGS, whose history grows from closure to closure
 
     def _end(self, step: _Step, touched: DemandPaging) -> None:
         name = type(step.optimizer).__name__
@@ -248,7 +253,7 @@ class ForeignOptimizers:
             self._on_refusal(f"updates of `{name}` run as they are: `{name}` {step.known.refusal}")
             return
         done = [TOUCHED_ONLY]
-        if _have_no_room(self._loops, sum(it.nbytes for it in state)):
+        if _have_no_room(self._loops, _bytes(state)):
             touched.stay_in_files([*pairs, *((it, 1) for it in state)], step.moves)
             self._go(((it, 1) for it in state), place, step.moves)
             done.append(STATE_OF_OTHERS)
@@ -287,9 +292,13 @@ def _lacks_room(
 ) -> bool:
     took = step.known.took_bytes
     if took is None:
-        took = _FIRST_TAKES * sum(it.nbytes for it in parameters)
-    elsewhere = sum(it.nbytes for it in gradients if _is_in_file(it, OF_GRADIENT))
+        took = _FIRST_TAKES * _bytes(parameters)
+    elsewhere = _bytes(it for it in gradients if _is_in_file(it, OF_GRADIENT))
     return step.live_bytes + elsewhere + took > budget_bytes
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(it.nbytes for it in tensors)
 
 
 def _listed(optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
@@ -331,6 +340,7 @@ def _state(optimizer: Optimizer) -> Iterator[Tensor]:
     found: deque[tuple[Any, int]] = deque((it, 0) for it in vars(optimizer).values())
     for state in optimizer.state.values():
         found.extend((it, 0) for it in state_tensors(state))
+    found.extend((it, 0) for it in _in_its_step(optimizer))
     while found:
         held, depth = found.popleft()
         if id(held) in seen:
@@ -341,6 +351,19 @@ def _state(optimizer: Optimizer) -> Iterator[Tensor]:
                 yield held
         elif depth < _DEPTH:
             found.extend((it, depth + 1) for it in _inside(held))
+
+
+def _in_its_step(optimizer: Optimizer) -> list[Any]:
+    """What variables of the step under way hold: LBFGS puts its history in its state at the end."""
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and not is_memfit(frame):
+            variables = local_variables(frame)
+            if variables.get("self") is optimizer:
+                found.extend(it for it in variables.values() if it is not optimizer)
+        frame = frame.f_back
+    return found
 
 
 def _inside(held: Any) -> list[Any]:

@@ -255,12 +255,13 @@ class AdoptedScript:
             others = self._optimizers.difference(loop.placing.planned_with(known))
             loop.budget.in_files_bytes = self._files.in_files_bytes(loop, others)
         self._in_pieces.enter_context(self._lean_ops_of(loop))
-        running = loop.begin(call, known, in_closure=self._stepping > 0)
+        in_closure = self._stepping > 0
+        running = loop.begin(call, known, in_closure=in_closure)
         self._kept.resolve(loop.budget.bytes())
         self._kept.pass_begins()  # by now, state and parameters are where the pass wants them
         if loop.in_the_way or (loop.refusal and not was_refused):
             self._say_unplanned(loop)
-        self._current = CurrentPass(loop, root, call, running)
+        self._current = CurrentPass(loop, root, call, running, in_closure=in_closure)
         recorder = recorder_of(self._current)
         if recorder is not None:
             recorder.lean = loop.lean_backward
@@ -644,26 +645,39 @@ class AdoptedScript:
             self._turns.ended(current.key, stepped, loop.root)
             if stepped not in optimizers:
                 optimizers.append(stepped)
-        loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
         was_refused = bool(loop.refusal)
+        self._learn(current, optimizers, stepped)
+        loop.counts[running.kind].steps += 1
+        self._end_pass(is_step=True)
+        if loop.refusal and not was_refused:
+            self._say_unplanned(loop)
+
+    def _learn(
+        self, current: CurrentPass, optimizers: list[Optimizer], stepped: Optimizer | None
+    ) -> None:
+        """Know who updates the model, and take over what was recorded, if the pass was."""
+        loop, running = current.loop, current.running
+        loop.optimizers.update((type(optimizer).__name__, None) for optimizer in optimizers)
         if isinstance(running, ObservedPass) and running.kind == "observed":
             own = loop.placing.planned_with(self._known(loop))
             if own and stepped is not None and stepped not in own:
                 # As a generator's pass in which its discriminator is trained, and it is not.
                 loop.placing.is_loose, own = True, []
             loop.finish(running, current.key, own)
-        loop.counts[running.kind].steps += 1
-        self._end_pass(is_step=True)
-        if loop.refusal and not was_refused:
-            self._say_unplanned(loop)
 
     def _complete_without_optimizer(self, current: CurrentPass) -> None:
-        """Backward is over and a model is called: a step, if there is no optimizer to wait for."""
+        """Backward is over and a model is called: a step, if there is no optimizer to wait for.
+
+        In the step of one that calls its closure over and over, as LBFGS does, each call is like
+        the next: the second runs by a plan.
+        """
         loop = current.loop
         if loop.has_optimizer is None and loop.root is not None:
             loop.has_optimizer = bool(loop.placing.updated_by(instances(Optimizer)))
         if not loop.has_optimizer:
             self._complete(current, None)
+        elif current.in_closure and self._stepping and loop.root is not None:
+            self._learn(current, loop.placing.updated_by(self._optimizers), None)
 
     def _end_pass(self, *, is_step: bool = False) -> None:
         current, self._current = self._current, None
