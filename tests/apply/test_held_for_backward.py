@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memfit import _native
 from memfit.apply.remat.remat import Rematerialiser
-from memfit.run.script.observed import ScriptRecorder
+from memfit.run.script.script_recorder import ScriptRecorder
 from memfit.run.script.spill import SpillFile
 from memfit.track import cpu
 from memfit.track.look import NAMES, look

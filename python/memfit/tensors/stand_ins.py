@@ -2,7 +2,7 @@
 
 Responsible for what all such objects can be asked, without unpacking one: to forget the tensor, and
 what memory they keep. Not responsible for making them (:mod:`memfit.apply.remat.records`,
-:mod:`memfit.run.script.observed`).
+:mod:`memfit.run.script.script_recorder`).
 """
 
 from __future__ import annotations

@@ -35,8 +35,18 @@ def counter_of(tensor: Tensor) -> Tensor | None:
             with torch.autograd._unsafe_preserve_version_counter(counter):  # type: ignore[attr-defined]
                 counter.set_(torch.UntypedStorage(0, device="meta"), 0, (0,), (1,))  # type: ignore[no-untyped-call]
         else:
-            counter.data = _nothing(tensor.device)
+            empty(counter)
     return counter
+
+
+def empty(counter: Tensor) -> None:
+    """Let go of the memory of a tensor, and keep its version counter.
+
+    Args:
+        counter: The tensor, which nobody else has.
+    """
+    with torch._C._DisableTorchDispatch():
+        counter.data = _nothing(counter.device)
 
 
 @cache

@@ -28,11 +28,11 @@ from memfit.run.script.gradients_between import (
 from memfit.run.script.held_in_files import HELD_IN_FILES, MADE_IN_FILES, HeldInFiles
 from memfit.run.script.loaded import LOADED_IN_FILES, LoadCall, loadable_bytes
 from memfit.run.script.loop import Loop
-from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.outside import in_files_bytes
 from memfit.run.script.passes import Pass
 from memfit.run.script.request import FitRequest
 from memfit.run.script.saved_state import SAVED_IN_FILES, copies_in_files
+from memfit.run.script.script_recorder import ScriptRecorder
 from memfit.tensors.optimizers import gradients_reduced_later
 
 

@@ -15,8 +15,8 @@ import torch
 
 from memfit.capture.record.recorder import BACKWARD, FORWARD
 from memfit.plan.items_apart import alive_bytes
-from memfit.run.script.observed import ScriptRecorder
 from memfit.run.script.planned_step import Key
+from memfit.run.script.script_recorder import ScriptRecorder
 from memfit.run.script.sizes import kind_of, most_growth
 from memfit.run.script.step_updates import live_bytes
 from memfit.run.script.verdict import Peak

@@ -27,7 +27,7 @@ from memfit.apply.remat.randomness import GeneratorState
 from memfit.capture.record.checkpoints import Checkpoint, Checkpoints
 from memfit.capture.record.effects import Look, Shows, modules_behind
 from memfit.capture.record.recorder import FORWARD, Recorder
-from memfit.run.script.observed import ScriptRecorder
+from memfit.run.script.script_recorder import ScriptRecorder
 
 MOST_LOOKS = 2
 """Times that a body is looked at: what only its first call does happens once anyway."""

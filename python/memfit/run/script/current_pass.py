@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from memfit.run.script.loop import Loop
-    from memfit.run.script.observed import ScriptRecorder
     from memfit.run.script.passes import Pass
     from memfit.run.script.planned_step import Call, Key
+    from memfit.run.script.script_recorder import ScriptRecorder
 
 MAX_ROOT_CALLS = 64
 """Calls of a model without a backward; beyond, the forward is taken to have been given up."""

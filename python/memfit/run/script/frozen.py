@@ -3,7 +3,7 @@
 What is never written goes for good (:mod:`memfit.run.script.held_in_files`). A momentum encoder is
 written in every forward, so it is in memory then; backward does not need it. Responsible for having
 such parameters in files from the beginning of backward to its end. Not responsible for what else a
-recorded step keeps elsewhere (:mod:`memfit.run.script.observed`,
+recorded step keeps elsewhere (:mod:`memfit.run.script.script_recorder`,
 :mod:`memfit.run.script.stash`).
 """
 

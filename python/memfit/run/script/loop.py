@@ -405,7 +405,7 @@ class Loop:
         tells_little = varies and planned.may_run_as_recorded
         if planned.runs_as_recorded or is_safe or gives_way or tells_little:
             self._latest = planned
-            return self._run_as_recorded(planned, call, own)
+            return self._run_as_recorded(planned, call, own, outside - planned.outside_bytes)
         planned = self.plans.fitting(planned, outside, self._planning(outside))
         how = (planned.executor, call.module, planned.step.not_called(self._model()))
         planned.executor = self.placing.for_plan(planned.plan, own, *how)
@@ -461,13 +461,15 @@ class Loop:
         self._checkpoints.begin_pass(undoes=running.undoes, recorder=running.recorder)
         return running
 
-    def _run_as_recorded(self, planned: PlannedStep, call: Call, own: list[Optimizer]) -> Pass:
-        """Begin a pass that keeps in memory what its recording did."""
+    def _run_as_recorded(
+        self, planned: PlannedStep, call: Call, own: list[Optimizer], more: int
+    ) -> Pass:
+        """Begin a pass that keeps in memory what its recording did, and what there is room for."""
         self.notes[said_of(planned)] = None
         self.placing.for_recording(own, self.counts["observed"], self.budget.bytes())
         self._choose_place(strays_to(self._request, self.device.type))
         whole = (self._model(), call, own)
-        running = AsRecordedPass.of(planned, *whole, self._request, self.budget.bytes())
+        running = AsRecordedPass.of(planned, *whole, self._request, self.budget.bytes(), more)
         self._checkpoints.begin_pass(undoes=planned.undoes, recorder=running.recorder)
         return running
 

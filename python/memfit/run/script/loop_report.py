@@ -228,7 +228,7 @@ def _plan_described(loop: Loop, planned: PlannedStep, between_bytes: int) -> dic
         "budget_bytes": plan.budget_bytes,
         "fits": plan.fits,
         "unplanned_peak_bytes": None if whole is None else max(whole - more, update_bytes),
-        "predicted_peak_bytes": planned.recorded_peak_bytes
+        "predicted_peak_bytes": planned.recorded_peak_bytes + planned.spare_bytes
         if planned.runs_as_recorded
         else max(plan.planned.predicted_peak_bytes - more, update_bytes),
         # With what is kept free it does not fit; without, it is no reason why.

@@ -14,9 +14,8 @@ contents makes this the step with the smallest activations that there is, withou
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,282 +26,22 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.apply.offload.state_view import whole_state_bytes
-from memfit.apply.remat.records import require_unchanged
-from memfit.apply.slices.deferred import DeferredLogits
 from memfit.capture.record.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder
 from memfit.capture.record.roles import Roles
-from memfit.capture.record.saves import SavedTensors, Token
-from memfit.capture.stage.arguments import written_tensors
 from memfit.capture.stage.stage import batch_entries
 from memfit.run.script.contexts import Nesting
-from memfit.run.script.lean_backward import NONE_IN_TWO, LeanBackward
-from memfit.run.script.recomputed import Recomputed
+from memfit.run.script.lean_backward import NONE_IN_TWO
 from memfit.run.script.remains import Passing, Remains
+from memfit.run.script.saves_keeper import SavesKeeper
+from memfit.run.script.script_recorder import PLAIN, ScriptRecorder
 from memfit.run.script.spill import SpillFile
 from memfit.run.script.stash import GradientStash
 from memfit.run.script.update_needs import UpdateNeeds, update_needs
 from memfit.run.script.updates import refusal, updates_of
-from memfit.tensors.backward_in_place import Lean
 from memfit.tensors.moments import eight_bit_refusal
-from memfit.tensors.operators import Operator
 from memfit.tensors.optimizers import gradients_reduced_later, in_memory
 from memfit.tensors.sliced_update import state_slices
-from memfit.tensors.stand_ins import StandIn
 from memfit.tensors.storage import address, gradient_of, is_fixed, plain_tensors, viewed
-from memfit.tensors.versions import counter_of, version_of
-
-_PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
-
-
-class _Saved(StandIn):
-    """A token of the recording, and what tells whether the tensor was written to since."""
-
-    __slots__ = ("counter", "is_view", "keeper", "shape", "token", "version")
-
-    def __init__(self, tensor: Tensor, token: Any, keeper: SavedTensors) -> None:
-        self.token = token
-        self.keeper = keeper
-        self.is_view = tensor._is_view()
-        self.shape = list(tensor.shape)
-        self.version = version_of(tensor)
-        known = token.counter if isinstance(token, Token) else None
-        self.counter = counter_of(tensor) if known is None else known
-
-    def require_unchanged(self) -> None:
-        """Refuse what autograd itself would refuse.
-
-        Raises:
-            RuntimeError: The saved tensor was written to since.
-        """
-        if self.counter is not None:
-            require_unchanged(self.counter, self.version, self.shape)
-
-    def let_go(self) -> Tensor | None:
-        """Hold the tensor no longer, where a node can that keeps it in a planned step.
-
-        A view there keeps what it is a view of.
-
-        Returns:
-            What looks like it and takes no memory; ``None`` where it stays.
-        """
-        if self.is_view or not isinstance(self.token, Token):
-            return None
-        blank = self.keeper.let_go(self.token)
-        if blank is not None:
-            self.token = None
-        return blank
-
-    def held(self, known: set[int]) -> Iterator[Tensor]:  # noqa: ARG002 - there is but one
-        """The tensor, where it is not held in files."""
-        tensor = self.token.tensor if isinstance(self.token, Token) else self.token
-        if tensor is not None:
-            yield tensor
-
-
-class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A recorder of real ops that never stands in their way.
-
-    Attributes:
-        problem: Why the step could not be recorded to its end; empty while it could.
-        seconds: What each op took.
-        scratch: Bytes that each op took inside, above what was there before and after it.
-        gradients: Where gradients are meanwhile; ``None`` where they stay.
-        lean: Has ops of backward write over the gradient that they read; ``None`` for none.
-        since: Number of the event of allocation before which everything was there.
-    """
-
-    def __init__(self, root: nn.Module, spill: SpillFile) -> None:
-        """Create a recorder.
-
-        Args:
-            root: The model; paths are from there.
-            spill: Keeps what autograd saves.
-        """
-        super().__init__(root, None, keep=spill.keep)
-        self.problem = ""
-        self.seconds: list[float] = []
-        self.scratch: list[int] = []
-        self.gradients: GradientStash | None = None
-        self.lean: LeanBackward | None = None
-        self._op_is_reached = False
-        self._took = (0.0, 0)
-        self.since = _native.last_event()
-        self.ledger.came_meanwhile = self._came_meanwhile
-        # One for all ops: to end one reads every block that it has seen.
-        self._window = _native.AllocationWindow()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run one op, and write it down as long as that works."""
-        kwargs = kwargs or {}
-        if DeferredLogits in types:
-            return NotImplemented  # the op comes again, with the logits themselves
-        if not self.problem and not _PLAIN.issuperset(types):
-            self.problem = f"it uses a tensor class, `{_first_other(types).__name__}`"
-        if self.problem:
-            return func(*args, **kwargs)
-        self._op_is_reached = False
-        try:
-            if self.lean is not None and self.phase is BACKWARD:
-                call = self.lean.ops.instead(func, args, kwargs)
-                if call is not None and self.lean.writes(call):
-                    return self._run_lean(call, types)
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        except Exception as error:
-            if self._op_is_reached:
-                raise  # the op's own
-            self.problem = _broken(error)
-            return func(*args, **kwargs)
-
-    def _run_lean(self, call: Lean, types: Any) -> Any:
-        """Run what takes less than an op of backward, and write that down."""
-
-        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self.problem:
-                return func(*args, **kwargs)
-            self._op_is_reached = False
-            try:
-                return Recorder.__torch_dispatch__(self, func, types, args, kwargs)
-            except Exception as error:
-                if self._op_is_reached:
-                    raise  # the op's own
-                self.problem = _broken(error)  # what it reads may be gone: the rest goes on
-                return func(*args, **kwargs)
-
-        return call.run(run)
-
-    def _run(self, func: Any, facts: Any, args: Any, kwargs: Any, read: Any) -> Any:
-        self._op_is_reached = True
-        self._window.restart()
-        before = _native.counted_bytes()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        try:
-            result = super()._run(func, facts, args, kwargs, read)
-        finally:
-            # The smaller one: waiting while others run is not the op's, nor is each thread's time.
-            # A clock that ticks rarely shows no CPU time for most ops.
-            seconds = time.perf_counter() - start
-            seconds = min(seconds, time.process_time() - cpu_start or seconds)
-            peak = self._window.peak()[0]
-        self._took = (seconds, max(peak - max(before, _native.counted_bytes()), 0))
-        return result
-
-    def _write_down(self, *args: Any) -> None:
-        try:
-            super()._write_down(*args)
-            self.seconds.append(self._took[0])
-            self.scratch.append(self._took[1])
-        except Exception as error:  # noqa: BLE001 - the op has run, and the script goes on
-            self.problem = _broken(error)
-
-    def _came_meanwhile(self, storage: torch.UntypedStorage) -> bool:
-        place = address(storage) if storage.device.type == "cpu" else None
-        return place is not None and _native.block_event(place) > self.since
-
-    def gradients_away(self) -> tuple[int, int]:
-        """Bytes of all gradients without memory now, and of the largest of them."""
-        return (0, 0) if self.gradients is None else self.gradients.away_bytes
-
-    def moves(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        """Know a tensor in the other memory that it is about to have.
-
-        Args:
-            tensor: The tensor.
-            storage: The other memory.
-        """
-        allocation = self.ledger.find(tensor)
-        if allocation is not None:
-            self.ledger.stand_in(storage, allocation)
-
-    def pack(self, tensor: Tensor) -> Any:
-        """What autograd holds instead of a tensor that it saves."""
-        if self.problem or not _has_memory(tensor):
-            return tensor
-        with torch.no_grad():
-            return _Saved(tensor, self.saved.pack(tensor), self.saved)
-
-    def pack_recomputed(self, tensor: Tensor) -> Tensor | Recomputed:
-        """What stands for a tensor that a checkpoint of the script saves when it recomputes."""
-        if self.problem or not _has_memory(tensor):
-            return tensor
-        allocation = self.ledger.seen(tensor)
-        if self.ledger.static[allocation]:
-            return tensor
-        with torch.no_grad():
-            contents = self.saved.contents(tensor.untyped_storage(), allocation)
-            return Recomputed(tensor, self.ledger, allocation, contents)
-
-    def unpack_recomputed(self, held: Any) -> Tensor:
-        """The tensor that was recomputed.
-
-        Raises:
-            RuntimeError: It was written to since, as autograd itself would say.
-        """
-        tensor: Tensor = held.tensor() if isinstance(held, Recomputed) else held
-        self.saved.unpacked = id(tensor)
-        return tensor
-
-    def unpack(self, saved: Any) -> Tensor:
-        """The tensor that autograd saved.
-
-        Raises:
-            RuntimeError: It was written to since, as autograd itself would say.
-        """
-        if isinstance(saved, Tensor):
-            return saved
-        saved.require_unchanged()
-        if saved.token is None:
-            raise RuntimeError("a saved tensor was asked for again that its node had let go of")
-        return self.saved.unpack(saved.token)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory; one of zeros that were never written has none.
-
-    Such are tangents that do not change, of forward-mode differentiation.
-    """
-    is_strided = type(tensor) in _PLAIN and tensor.layout is torch.strided
-    return is_strided and not tensor._is_zerotensor()
-
-
-class SavesKeeper(ScriptRecorder):  # type: ignore[no-untyped-call]
-    """Keeps what autograd saves where a recording does, and writes no op down.
-
-    A tensor is known from the first time that autograd saves it, as one that came with the step or
-    was made in it by when its memory was allocated. So this is for the CPU alone.
-    """
-
-    def _record(self, func: Any, operator: Operator, args: Any, kwargs: Any) -> Any:
-        saved, ledger = self.saved, self.ledger
-        saved.settle_writes()
-        saved.shape_saves.op(operator.name, args)
-        self._op_is_reached = True
-        ledger.now += 1
-        out = func(*args, **kwargs)
-        if operator.written:
-            for tensor in written_tensors(operator, args, kwargs):
-                if tensor.layout is torch.strided:
-                    self._note_write(tensor, resizes=operator.resizes)
-        return out
-
-    def _note_write(self, tensor: Tensor, *, resizes: bool) -> None:
-        ledger = self.ledger
-        allocation = ledger.find(tensor)
-        if allocation is None:
-            return  # nothing of it is saved
-        ledger.version[allocation] += 1
-        self.saved.written(tensor.untyped_storage(), allocation)
-        if resizes:
-            ledger.resized(tensor, allocation)
-
-
-def _first_other(types: Iterable[type]) -> type:
-    return next(kind for kind in types if kind not in _PLAIN)
-
-
-def _broken(error: Exception) -> str:
-    return f"it cannot be recorded ({type(error).__name__}: {error})"
 
 
 @dataclass(slots=True)
@@ -406,7 +145,7 @@ class StepRecording:
         budget_bytes: int = 0,
         folder: str = "",
         *,
-        learns: bool = True,
+        most_bytes: int | None = None,
     ) -> None:
         """Begin; the root is about to run.
 
@@ -417,17 +156,22 @@ class StepRecording:
             device_kind: ``cpu`` or ``cuda``.
             budget_bytes: What the step may take; 0 where that is not known.
             folder: Where contents go; empty for the system's folder for temporary files.
-            learns: Whether the step is written down; else it only keeps what autograd saves.
+            most_bytes: Where nothing is written down, and what autograd saves is only kept: up to
+                how much in memory it stays there; ``None`` for a recording.
         """
         self._spill = SpillFile(folder)
         self._root = root
         self._device_kind = device_kind
         self._roles = Roles()
-        self._recorder = (ScriptRecorder if learns else SavesKeeper)(root, self._spill)
+        self._recorder = (
+            ScriptRecorder(root, self._spill)
+            if most_bytes is None
+            else SavesKeeper(root, self._spill, most_bytes)
+        )
         leaves = (p for p in root.parameters() if p.is_leaf)  # others may be lent for a call
         self._gradients_before = frozenset(id(p) for p in leaves if p.grad is not None)
         self._whole, self._forward = contextlib.ExitStack(), contextlib.ExitStack()
-        if learns:
+        if most_bytes is None:
             self._register(inputs, optimizers)
             self._whole.enter_context(self._recorder.modules)
         self._gradients = self._recorder.gradients = GradientStash(
@@ -466,7 +210,7 @@ class StepRecording:
 
     def holds_graph(self) -> bool:
         """Whether anything that autograd saved in the forward so far is still needed."""
-        return any(save.release is None for save in self._recorder.saved.saves)
+        return self._recorder.holds_graph()
 
     def backward_begins(self) -> None:
         """Backward is about to begin, the first time or again."""
@@ -626,7 +370,7 @@ class StepRecording:
             self._roles.names.setdefault(allocation, name)
 
     def _note(self, members: set[int], tensor: Tensor) -> int | None:
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in PLAIN:
             return None
         allocations = [self._recorder.ledger.seen(part) for part in plain_tensors(tensor)]
         members.update(allocations)

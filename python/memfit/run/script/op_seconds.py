@@ -1,7 +1,7 @@
 """What the ops of a recorded step usually take.
 
 Responsible for telling that from one measurement of each. Not responsible for measuring
-(:mod:`memfit.run.script.observed`) nor for what a plan makes of it (the engine).
+(:mod:`memfit.run.script.script_recorder`) nor for what a plan makes of it (the engine).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import defaultdict
 from statistics import median_low
 from typing import Any
 
-from memfit.run.script.observed import ScriptRecorder
+from memfit.run.script.script_recorder import ScriptRecorder
 
 _SHAPE = 3
 """Where a value of the ledger begins to say how its tensor looks: shape, stride and type."""

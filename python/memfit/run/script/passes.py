@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from memfit.apply.executor import Executor, Subject
 from memfit.run.script.contexts import Nesting
-from memfit.run.script.observed import Observation, ScriptRecorder, StepRecording
+from memfit.run.script.observed import Observation, StepRecording
 from memfit.run.script.planned_step import Call, Key
+from memfit.run.script.script_recorder import ScriptRecorder
 from memfit.run.script.update_needs import UpdateNeeds
 from memfit.run.script.verdict import Peak
 
@@ -134,15 +135,9 @@ class Pass:
 
 
 class ObservedPass(Pass):
-    """A pass under the recorder.
-
-    Attributes:
-        learns: Whether it is written down.
-    """
+    """A pass under the recorder."""
 
     kind: Kind = "observed"
-
-    learns = True
 
     def __init__(
         self,
@@ -154,6 +149,7 @@ class ObservedPass(Pass):
         budget_bytes: int = 0,
         folder: str = "",
         inside: contextlib.AbstractContextManager[None] | None = None,
+        most_bytes: int | None = None,
     ) -> None:
         """Begin to record.
 
@@ -167,6 +163,8 @@ class ObservedPass(Pass):
             budget_bytes: What it may take; 0 where that is not known.
             folder: Where saved tensors go meanwhile; empty for that of temporary files.
             inside: What its forward runs inside instead of a way.
+            most_bytes: Where nothing is written down, up to how much in memory what autograd saves
+                stays there.
         """
         super().__init__(device)
         self.effect = ""
@@ -178,8 +176,9 @@ class ObservedPass(Pass):
         )
         self._in_way = contextlib.ExitStack()
         self._in_way.enter_context(inside or self._executor.forward())
+        where = (device.type, budget_bytes, folder)
         self._recording: StepRecording | None = StepRecording(
-            root, call.inputs, optimizers, device.type, budget_bytes, folder, learns=self.learns
+            root, call.inputs, optimizers, *where, most_bytes=most_bytes
         )
         self._modes = _modes()
 

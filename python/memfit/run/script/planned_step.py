@@ -170,6 +170,7 @@ class PlannedStep:
         whole_peak_bytes: What it takes as it is without a plan, where it was recorded so before it
             was recorded in another way.
         recorded_peak_bytes: What it took when it was recorded; 0 where steps may not run so.
+        spare_bytes: What more of it may stay in memory, in the latest pass that ran so.
         observed_peak_bytes: The same, wherever steps may run so.
         held_bytes: The most that the script held besides when a pass by the plan began; ``None``
             before the first.
@@ -194,6 +195,7 @@ class PlannedStep:
     lowest: PlannedStep | None = None
     whole_peak_bytes: int | None = None
     recorded_peak_bytes: int = 0
+    spare_bytes: int = 0
     observed_peak_bytes: int = 0
     held_bytes: int | None = None
     has_run: bool = False
@@ -312,7 +314,8 @@ class PlannedStep:
             peak_bytes: Most bytes live at once in it.
         """
         if self.runs_as_recorded:  # the recording may have been of less
-            self.recorded_peak_bytes = max(self.recorded_peak_bytes, peak_bytes)
+            without = peak_bytes - self.spare_bytes
+            self.recorded_peak_bytes = max(self.recorded_peak_bytes, without)
         foreseen = self.plan.planned.predicted_peak_bytes + self.plan.margin_bytes
         is_known = not self.is_foreseen and not (self.is_of_another and self.plan.fits)
         return not is_known and peak_bytes > foreseen

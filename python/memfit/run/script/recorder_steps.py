@@ -15,6 +15,7 @@ import torch
 from memfit.options import HOST
 from memfit.run.script.passes import Kind, ObservedPass
 from memfit.run.script.place import strays_to
+from memfit.run.script.step_updates import live_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,15 +34,21 @@ THOUGH_A_PLAN_FITS = "some steps run as recorded, what is saved in files until i
 """What is said where a plan fits, which the step may leave, or another model lacks room."""
 
 
+_OF_SPARE = 3 / 4
+"""Part of what a recorded step left of the budget in which saved tensors stay in memory: no two
+steps that run so need be alike."""
+
+_WORTH = 1 / 32
+"""Part of the budget that is worth it."""
+
+
 class AsRecordedPass(ObservedPass):
-    """A pass on the CPU that keeps what autograd saves as the recorder does.
+    """A pass on the CPU that keeps what autograd saves as the recorder does, or in memory.
 
     Nothing is to be learnt of it, and nothing is written down.
     """
 
     kind: Kind = "planned"
-
-    learns = False
 
     @staticmethod
     def of(
@@ -51,6 +58,7 @@ class AsRecordedPass(ObservedPass):
         optimizers: Iterable[Optimizer],
         request: FitRequest,
         budget_bytes: int,
+        more_bytes: int,
     ) -> AsRecordedPass:
         """Begin one.
 
@@ -61,11 +69,16 @@ class AsRecordedPass(ObservedPass):
             optimizers: The optimizers that update it.
             request: Where saved tensors may go.
             budget_bytes: The budget; 0 where that is not known.
+            more_bytes: What the script holds more than when it was recorded.
         """
         device = torch.device("cpu")
         folder = strays_to(request, device.type)
         what = (device, model, call, optimizers)
-        running = AsRecordedPass(*what, planned.step.way, budget_bytes, folder)
+        spare = budget_bytes - planned.recorded_peak_bytes - max(more_bytes, 0)
+        planned.spare_bytes = int(_OF_SPARE * spare) if spare > budget_bytes * _WORTH else 0
+        most = live_bytes(device) + planned.spare_bytes if planned.spare_bytes else 0
+        where = (planned.step.way, budget_bytes, folder)
+        running = AsRecordedPass(*what, *where, most_bytes=most)
         running.undoes, planned.left = planned.undoes, []
         planned.waits_for_graphs = True
         return running

@@ -2,7 +2,7 @@
 
 Responsible for taking the memory of a gradient that is complete, and for giving it back, bit for
 bit, before anyone can read it. Not responsible for what autograd saves
-(:mod:`memfit.run.script.observed`).
+(:mod:`memfit.run.script.script_recorder`).
 
 A recorded step keeps no activation in memory; towards the end of backward, gradients are most of
 what it holds, and nobody needs them before the optimizer. One is given back before something is
