@@ -24,6 +24,19 @@ def no_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def collected_once() -> Iterator[None]:
+    """Look once at what is made inside, as by large imports: it lives, and is looked at often."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.collect(1)
+            gc.enable()
+
+
+@contextlib.contextmanager
 def collected_before() -> Iterator[None]:
     """The same, once all garbage is gone.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +19,14 @@ from memfit.run.script.script_recorder import Saved
 
 MEMORY = 1 << 20
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file")  # the last contents close it
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def counting() -> None:
-    if (refusal := _native.count_allocations()) is not None:
-        pytest.skip(refusal)
+@pytest.fixture(autouse=True)
+def counting() -> Iterator[None]:
+    assert _native.count_allocations() is None
+    yield
+    gc.collect()  # the last contents close their file
 
 
 class InPlace(nn.Module):

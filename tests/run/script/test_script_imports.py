@@ -269,3 +269,25 @@ def test_the_collector_does_not_run_while_a_step_is_planned(tmp_path: Path):
     ran = inline(tmp_path, "12MiB", code)
     assert ran.loops[0]["planned"]["steps"] > 0
     assert "[False] True" in ran.stdout
+
+
+def test_what_the_first_optimizer_imports_is_looked_at_once(tmp_path: Path):
+    """Torch imports its compiler then, 100,000 objects: the collector would look 60 times."""
+    ran = inline(
+        tmp_path,
+        "1GiB",
+        """
+        import gc
+        import sys
+        import torch
+        model = torch.nn.Linear(2, 2)
+        is_new = "torch._dynamo" not in sys.modules
+        looks = []
+        gc.callbacks.append(lambda phase, of: looks.append(of["generation"]))
+        torch.optim.SGD(model.parameters(), 0.1)
+        print(gc.isenabled())
+        print(is_new, looks, file=sys.stderr)
+        """,
+        ways=in_processes,
+    )
+    assert ran.stderr.splitlines()[0] == "True [1, 1]", "its beginning and its end"

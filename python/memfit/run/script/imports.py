@@ -24,6 +24,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from memfit.libraries import is_library, module_name
+from memfit.tensors.garbage import collected_once
 
 _ATOMS = (str, bytes, int, float, complex, type(None))
 _SPEECH = ("__future__", "typing")
@@ -116,16 +117,14 @@ class _Libraries:
         def load_alone(module: ModuleType) -> None:
             self._is_inside = True
             was_on = gc.isenabled()
-            gc.disable()
             try:
-                load(module)
-                if was_on and not self._has_own() and not _counts_leaks():
-                    self._before()
-                    gc.freeze()
+                with collected_once():
+                    load(module)
+                    if was_on and not self._has_own() and not _counts_leaks():
+                        self._before()
+                        gc.freeze()
             finally:
                 self._is_inside = False
-                if was_on:
-                    gc.enable()
 
         spec.loader.exec_module = load_alone  # type: ignore[method-assign]
         return spec

@@ -32,6 +32,7 @@ from memfit.run.script.fused import UpdatesMadeError
 from memfit.run.script.loaded import LoadCall
 from memfit.run.script.own_methods import OwnMethods
 from memfit.run.script.shared_memory import Sharing
+from memfit.tensors.garbage import collected_once
 from memfit.track.steps import STEPS
 
 
@@ -292,7 +293,9 @@ class Signals:
     def _making(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def make(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
+            is_first = "torch._dynamo" not in sys.modules  # which the first one made imports
+            with collected_once() if is_first else contextlib.nullcontext():
+                original(optimizer, *args, **kwargs)
             if threading.get_ident() == self._thread and self._undo:
                 self._own_methods.watch(type(optimizer))
                 self.tell(self._listener.optimizer_made, optimizer)
