@@ -337,9 +337,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reduction = reduction_of(operator, args, kwargs)
             if reduction:
                 self.reductions[index] = reduction
-        name = operator.name
-        if takes_gpu_scratch(name) if self._on_gpu else takes_scratch(name, args, kwargs):
-            self.scratch_calls[index] = describe_call(func, args, kwargs)
+        self._note_scratch(index, func, operator.name, args, kwargs)
         module, source, sequence = self._where()
         sizes = self.ledger.value_bytes
         still = view or operator.uninitialised
@@ -368,6 +366,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 ),
             )
         )
+
+    def _note_scratch(
+        self, index: int, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Know a call that may take scratch memory, which is found out by another one like it."""
+        if takes_gpu_scratch(name) if self._on_gpu else takes_scratch(name, args, kwargs):
+            self.scratch_calls[index] = describe_call(func, args, kwargs)
 
     def _note_results(
         self,

@@ -210,6 +210,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         except Exception as error:  # noqa: BLE001 - the op has run, and the script goes on
             self.problem = _broken(error)
 
+    def _note_scratch(self, *_args: Any) -> None:
+        """Nothing: it is measured, of each op."""
+
     def _came_meanwhile(self, storage: torch.UntypedStorage) -> bool:
         place = address(storage) if storage.device.type == "cpu" else None
         return place is not None and _native.block_event(place) > self.since
