@@ -263,3 +263,29 @@ def test_sizes_without_a_law_run_as_recorded_and_are_not_recorded_again(
     assert loop["observed"]["steps"] <= most
     assert ran.fitting["verdict"]["kept"], ran.stderr
     assert THOUGH_A_PLAN_FITS in loop["notes"] or AS_RECORDED in loop["notes"]
+
+
+def test_a_recording_that_takes_long_is_told_of_while_it_does(tmp_path: Path):
+    """Two are made here; one word is enough."""
+    code = """
+    import torch
+    from torch import nn
+    import memfit.run.script.script_recorder
+    memfit.run.script.script_recorder.SLOW_SECONDS = 0
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    """
+    ran = inline(tmp_path, "1GiB", code)
+    said = (
+        "memfit: `Sequential`: a step is recorded op by op, which takes longer than those to come"
+    )
+    assert ran.stderr.splitlines().count(said) == 1, ran.stderr
+    (tmp_path / "again").mkdir()
+    code = code.replace("SLOW_SECONDS = 0", "SLOW_SECONDS = 60")
+    quiet = inline(tmp_path / "again", "1GiB", code)
+    assert "op by op" not in quiet.stderr

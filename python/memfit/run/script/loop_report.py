@@ -36,6 +36,11 @@ def unplanned(loop: Loop) -> str:
     return f"{_names(loop)}: {loop.in_the_way}"
 
 
+def recorded_slowly(loop: Loop) -> str:
+    """What is said of a step of which the recording takes long, while it does."""
+    return f"{_names(loop)}: a step is recorded op by op, which takes longer than those to come"
+
+
 def of_one_step(root: nn.Module) -> str:
     """A line about models that are made anew for each step.
 

@@ -43,7 +43,14 @@ from memfit.run.script.gone_models import GoneModels
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
-from memfit.run.script.loop_report import described, found, of_one_step, unplanned, without_parts
+from memfit.run.script.loop_report import (
+    described,
+    found,
+    of_one_step,
+    recorded_slowly,
+    unplanned,
+    without_parts,
+)
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.overflow import Overflow, may_hold
 from memfit.run.script.parameter_uses import ParameterUses
@@ -265,6 +272,7 @@ class AdoptedScript:
         recorder = recorder_of(self._current)
         if recorder is not None:
             recorder.lean = loop.lean_backward
+            recorder.is_slow = lambda: self._say_once(recorded_slowly(loop))
         self._overflow.pass_begins(self._kept.budget_bytes, loop.device, fits=running.fits)
         self._files.gradients_wait(loop, running, recorder)
         self._uses.forward_begins(self._loops)

@@ -7,8 +7,9 @@ meanwhile in place of what it saves. Not responsible for where a recorded step b
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from memfit.tensors.shape_saves import blank_like
 from memfit.tensors.stand_ins import StandIn
 from memfit.tensors.storage import address
 from memfit.tensors.versions import counter_of, empty, version_of
+
+SLOW_SECONDS = 10
+"""A step is recorded so long without a word."""
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})
 
@@ -123,6 +127,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         gradients: Where gradients are meanwhile; ``None`` where they stay.
         lean: Has ops of backward write over the gradient that they read; ``None`` for none.
         since: Number of the event of allocation before which everything was there.
+        is_slow: Told once, where a recording takes longer than :data:`SLOW_SECONDS`.
     """
 
     def __init__(self, root: nn.Module, spill: SpillFile) -> None:
@@ -138,6 +143,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self.scratch: list[int] = []
         self.gradients: GradientStash | None = None
         self.lean: LeanBackward | None = None
+        self.is_slow: Callable[[], None] = lambda: None
+        self._slow_from = time.perf_counter() + SLOW_SECONDS
         self._op_is_reached = False
         self._took = (0.0, 0)
         self.since = _native.last_event()
@@ -191,6 +198,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._window.restart()
         before = _native.counted_bytes()
         start, cpu_start = time.perf_counter(), time.process_time()
+        if start > self._slow_from:
+            self._slow_from = math.inf
+            self.is_slow()
         try:
             result = super()._run(func, facts, args, kwargs, read)
         finally:
