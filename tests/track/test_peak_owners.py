@@ -36,6 +36,18 @@ SCRIPTS = {
                 outs.append(net(torch.randn(1024, 256)))
         collect()
     """,
+    "closures": """
+        looks.SHARE, looks.EARLY_SECONDS = 1e9, 0  # there is time for the first few alone
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(16)])
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=6)
+        batch = torch.randn(4096, 64)
+        def closure():
+            optimizer.zero_grad()
+            loss = net(batch).square().mean()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+    """,
     "forward": """
         net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(24)])
         out = net(torch.randn(1024, 256))
@@ -337,6 +349,13 @@ def test_what_an_optimizer_makes_to_update_all_at_once_is_told(
     (note,) = notes["at_once"]
     assert "`AdamW` updates all parameters at once" in note
     assert "`foreach=False`" in note
+
+
+def test_what_closures_compute_is_not_the_optimizers(ran: dict[str, dict[str, Any]]):
+    """LBFGS calls its closure over and over, and each has a graph of its own."""
+    first = ran["closures"]["peak_owners"][0]
+    assert first["owner"].startswith("the autograd graph of `loss` (closures.py:"), first
+    assert first["bytes"] >= 0.8 * ran["closures"]["peak_told_bytes"]
 
 
 def test_graphs_that_outlive_a_step_because_they_were_to_be_kept_are_worth_a_word(

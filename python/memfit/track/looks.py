@@ -137,6 +137,7 @@ class Looks:
         self._tried = 0
         self._looked_at = 0
         self._backward_event = 0
+        self._differentiated = 0
         self._backwards: list[int] = []  # the events at which those under way began
         self._backward_looks = 0
         self._is_looking = False
@@ -265,17 +266,19 @@ class Looks:
         """Name what backward made for itself."""
         # One may have begun before anybody looked.
         began = self._backwards.pop() if self._backwards else self._backward_event
+        self._differentiated = _native.last_event()
         if self._stretch is not None and not self._is_looking:
             _native.label_gone_blocks(began, TEMPORARY, NAMES.named(OF_BACKWARD))
 
     def update_ended(self, since: int) -> None:
-        """Name what an optimizer made for itself.
+        """Name what an optimizer made for itself, after the closures that it called.
 
         Args:
             since: Number of the first event of its step.
         """
         if self._stretch is not None and not self._is_looking:
-            _native.label_gone_blocks(since, TEMPORARY, NAMES.named(OF_UPDATE))
+            began = max(since, self._differentiated)
+            _native.label_gone_blocks(began, TEMPORARY, NAMES.named(OF_UPDATE))
             if self._has_looked:
                 self._has_looked = False
                 with self._looking():
