@@ -48,6 +48,17 @@ SCRIPTS = {
             return loss
         optimizer.step(closure)
     """,
+    "history": """
+        net = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=24, tolerance_change=0)
+        batch = torch.randn(16, 512)
+        def closure():
+            optimizer.zero_grad()
+            loss = (net(batch) - batch).square().mean()
+            loss.backward()
+            return loss
+        optimizer.step(closure)
+    """,
     "forward": """
         net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(24)])
         out = net(torch.randn(1024, 256))
@@ -356,6 +367,12 @@ def test_what_closures_compute_is_not_the_optimizers(ran: dict[str, dict[str, An
     first = ran["closures"]["peak_owners"][0]
     assert first["owner"].startswith("the autograd graph of `loss` (closures.py:"), first
     assert first["bytes"] >= 0.8 * ran["closures"]["peak_told_bytes"]
+
+
+def test_what_an_optimizer_keeps_in_its_step_is_its_state(reports: dict[str, dict[str, Any]]):
+    """LBFGS has its history in variables until its step ends, and this one has no other."""
+    cause = reports["history"]["steps"]["growth_cause"]
+    assert cause == "`LBFGS` (history.py:16) keeps state for what it updates"
 
 
 def test_graphs_that_outlive_a_step_because_they_were_to_be_kept_are_worth_a_word(

@@ -202,9 +202,12 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
     frames_of_torch = [one for one in running if id(one[0]) in of_torch]
     running = [one for one in running if id(one[0]) not in of_torch]
     found = Look(Walk(), variables.here(), temporary=OF_BACKWARD if update is None else OF_UPDATE)
-    found.walk.pass_by(frame for frame, _ in (*running, *frames_of_torch))
+    every = (*running, *frames_of_torch)
+    found.walk.pass_by(frame for frame, _ in every)
+    of_optimizers = [one for one in every if variables.is_of_optimizer(one[0])]
+    others = [one for one in running if not variables.is_of_optimizer(one[0])]
     functions = []
-    for variable, value in (*variables.of_modules(running), *variables.of_frames(running)):
+    for variable, value in (*variables.of_modules(running), *variables.of_frames(others, running)):
         if isinstance(value, FunctionType):
             functions.append((variable, value))
         else:
@@ -212,6 +215,10 @@ def search(more: Sequence[Running] = (), *, with_results: bool = True) -> Look:
     for variable, value in variables.of_context():
         found.walk.from_variable(variable, value)
     for variable, value in functions:  # what they close over has names of its own
+        found.walk.from_variable(variable, value)
+    for variable, tensors in variables.of_optimizers(of_optimizers, running):
+        found.walk.from_variable(variable, tensors, OPTIMIZER_STATE)
+    for variable, value in () if of_torch else variables.of_frames(of_optimizers, running):
         found.walk.from_variable(variable, value)
     for variable, value in variables.of_frames(frames_of_torch, running):
         found.walk.from_variable(variable, value, TEMPORARY)

@@ -20,7 +20,8 @@ import torch
 from memfit.libraries import PACKAGE, is_library
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
-_OF_STEPS = _TORCH + "optim/optimizer.py"
+_OF_OPTIMIZERS = _TORCH + "optim/"
+_OF_STEPS = _OF_OPTIMIZERS + "optimizer.py"
 _OF_BACKWARDS = PACKAGE + "track/backwards.py"
 _OPTIMIZED = 1  # CO_OPTIMIZED: the variables are not in a dictionary
 _OWN_REFERENCES = 3  # the frame's, that of `_emptied` and that of `getrefcount`'s argument
@@ -113,6 +114,34 @@ def of_frames(
         file = _shown(code.co_filename)
         for name, value in local_variables(frame).items():
             yield caller or Variable(_spoken(name, value), file, code.co_name, line), value
+
+
+def is_of_optimizer(frame: FrameType) -> bool:
+    """Whether a frame runs code of torch's optimizers."""
+    return frame.f_code.co_filename.startswith(_OF_OPTIMIZERS)
+
+
+def of_optimizers(
+    running: Sequence[Running], callers: Sequence[Running]
+) -> Iterator[tuple[Variable, list[torch.Tensor]]]:
+    """Lists of tensors in local variables of optimizers' methods, under the name of their class.
+
+    LBFGS keeps its history there until its step ends.
+
+    Args:
+        running: The methods' frames.
+        callers: Others that may have called them.
+    """
+    lines = {id(frame): line for frame, line in (*callers, *running)}
+    for frame, _ in running:
+        caller, found = _caller(frame, lines), local_variables(frame)
+        optimizer = found.get("self")
+        if caller is None or not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        caller = caller._replace(name=type(optimizer).__name__)
+        for value in found.values():
+            if isinstance(value, list):
+                yield caller, [it for it in value if isinstance(it, torch.Tensor)]
 
 
 def _caller(frame: FrameType, lines: Mapping[int, int]) -> Variable | None:
