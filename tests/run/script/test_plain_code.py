@@ -18,6 +18,7 @@ from memfit.run.script.plain_code import more_than_computing
 SIZES = (3, 5)
 SEEN: list[int] = []
 COUNT = 0
+OPTIONS = argparse.Namespace(width=2, sizes=(2, 2), seen=[])
 
 
 def doubled(x, factor=2.0):
@@ -64,6 +65,8 @@ def test_code_that_computes_is_known():
     assert more_than_computing(Plain()) == ""
     assert more_than_computing(nn.Sequential(nn.Conv2d(1, 1, 1), nn.LSTM(2, 2))) == ""
     assert more_than_computing(with_forward(lambda self, x: doubled(x, SIZES[0]))) == ""
+    assert more_than_computing(with_forward(lambda self, x: x[:, : OPTIONS.width])) == ""
+    assert more_than_computing(with_forward(lambda self, x: x.view(*OPTIONS.sizes))) == ""
 
 
 def noting(self, x):
@@ -104,6 +107,21 @@ def saving(self, x):
     return x
 
 
+def setting_an_option(self, x):
+    options = OPTIONS
+    options.width = 3
+    return x
+
+
+def adding_to_an_option(self, x):
+    OPTIONS.seen.append(1)
+    return x
+
+
+def asking_for_another(self, x):
+    return x * OPTIONS.missing
+
+
 def importing(self, x):
     import os
 
@@ -122,6 +140,9 @@ def importing(self, x):
         (of_the_class, "uses `type`"),
         (saving, "uses `save`"),
         (importing, "uses `os`"),
+        (setting_an_option, "uses `OPTIONS`"),
+        (adding_to_an_option, "uses `OPTIONS`"),
+        (asking_for_another, "uses `OPTIONS`"),
     ],
 )
 def test_code_that_reaches_out_is_named(forward, said):

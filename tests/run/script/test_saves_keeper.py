@@ -108,6 +108,26 @@ def test_what_was_saved_first_is_in_files_and_gradients_are_the_same(
         assert peak < live + room + 6 * batch.nbytes, "an op and what it reads come on top"
 
 
+def test_a_graph_that_outlives_its_pass_is_in_files():
+    """Nobody makes room in passes that follow, which have as much as before."""
+    torch.manual_seed(0)
+    model, batch = InPlace(), torch.randn(1024, 64)
+    expected, _, _ = gradients(model, batch, None)
+    expected = [it.clone() for it in expected]
+    model.zero_grad(set_to_none=True)
+    live = _native.counted_bytes()
+    running = StepRecording(model, batch, [], "cpu", most_bytes=live + 64 * MEMORY)
+    loss = model(batch)
+    assert _native.counted_bytes() > live + 8 * batch.nbytes
+    running.abandon()
+    gc.collect()
+    assert _native.counted_bytes() < live + 2 * batch.nbytes
+    loss.backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, gradient)
+
+
 @pytest.mark.parametrize("mode", [None, Through])
 @pytest.mark.parametrize("room", [0, MEMORY, 64 * MEMORY])
 def test_a_saved_tensor_that_is_written_to_is_refused(room: int, mode: type | None):

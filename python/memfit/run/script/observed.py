@@ -243,6 +243,7 @@ class StepRecording:
     def abandon(self) -> None:
         """Stop recording; what autograd saved stays where it is for as long as it is needed."""
         self._stop()
+        self._recorder.pass_ended()
         self._gradients.close()
         self._recorder.ledger.closing = True
 

@@ -18,6 +18,7 @@ import dis
 import math
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from itertools import zip_longest
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -191,14 +192,17 @@ def _reason(function: Any, known: set[CodeType]) -> str:
 
 def _reason_of_code(code: CodeType, names: dict[str, Any], known: set[CodeType]) -> str:
     before = ""
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for instruction, after in zip_longest(instructions, instructions[1:]):
         operation, name = instruction.opname, str(instruction.argval)
         if operation in _REACHING_OUT or (operation in _ATTRIBUTES and _leads_out(name)):
             return _unknown("uses", name)
         if operation == "STORE_ATTR" and not before.startswith("LOAD_FAST"):
             return f"sets `{name}`"
         if operation in {"LOAD_GLOBAL", "LOAD_NAME"} and not _is_plain(name, names, known):
-            return _unknown("uses", name)
+            read = after.argval if after is not None and after.opname == "LOAD_ATTR" else ""
+            if not _is_setting(names.get(name), read):
+                return _unknown("uses", name)
         before = operation
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return next(filter(None, (_reason_of_code(one, names, known) for one in inner)), "")
@@ -227,6 +231,13 @@ def _is_plain(name: str, names: dict[str, Any], known: set[CodeType]) -> bool:
     return (
         (is_own and not _reason(value, known)) or isinstance(value, _CONSTANTS) or _is_torchs(value)
     )
+
+
+def _is_setting(record: Any, name: str) -> bool:
+    """Whether what is read of a global record, as of a script's options, is a constant."""
+    held = vars(record).get(name, record) if _is_record(type(record)) else record
+    constants = held if isinstance(held, tuple) else (held,)
+    return held is not record and all(isinstance(it, (*_CONSTANTS, torch.Size)) for it in constants)
 
 
 def _is_torchs(value: Any) -> bool:

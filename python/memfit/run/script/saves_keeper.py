@@ -58,6 +58,13 @@ class SavesKeeper(ScriptRecorder):  # type: ignore[no-untyped-call]
             self._in_memory.append(weakref.ref(saved))  # all else stays in memory in any case
         return saved
 
+    def pass_ended(self) -> None:
+        """Have in files what is still needed: nobody makes room in the passes that follow."""
+        while self._in_memory:
+            saved = self._in_memory.popleft()()
+            if saved is not None:
+                saved.goes()
+
     def _make_room(self) -> None:
         """Have in files what was saved first, as many bytes as there are too many."""
         lacking = _native.counted_bytes() - self._most_bytes

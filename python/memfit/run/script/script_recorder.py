@@ -231,6 +231,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         """Whether anything that autograd saved is still needed."""
         return any(save.release is None for save in self.saved.saves)
 
+    def pass_ended(self) -> None:
+        """Nothing more is recorded; a graph may live on."""
+
     def gradients_away(self) -> tuple[int, int]:
         """Bytes of all gradients without memory now, and of the largest of them."""
         return (0, 0) if self.gradients is None else self.gradients.away_bytes
