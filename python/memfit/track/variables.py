@@ -7,10 +7,12 @@ alive. Not responsible for what is reached from them (:mod:`memfit.track.reach`)
 from __future__ import annotations
 
 import contextvars
+import functools
 import opcode
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -168,6 +170,7 @@ def _unnamed(code: CodeType, line: int, name: str = "") -> Variable:
     return Variable(name, _shown(code.co_filename), scope, line)
 
 
+@functools.cache
 def _shown(file: str) -> str:
     """A file's name; with its folder's where each package has one of that name."""
     path = Path(file)
@@ -236,11 +239,12 @@ def space_of(module: object) -> dict[str, Any] | None:
 
 
 class Modules:
-    """The modules of this process, looked through again when there are others."""
+    """The modules of this process, of which new ones are looked at when there are others."""
 
     def __init__(self) -> None:
         """Know none yet."""
-        self._known = 0
+        self._count = 0
+        self._known: dict[str, _Module] = {}
         self._own: tuple[str, ...] = ()
         self._spaces: frozenset[int] = frozenset()
 
@@ -255,14 +259,42 @@ class Modules:
         return self._spaces
 
     def _renew(self) -> None:
-        if len(sys.modules) == self._known:
+        if len(sys.modules) == self._count:
             return
-        self._known = len(sys.modules)
-        spaces = {name: space_of(module) for name, module in list(sys.modules.items())}
-        found = {name: space for name, space in spaces.items() if space is not None}
-        files = {name: space.get("__file__") for name, space in found.items()}
-        self._own = tuple(n for n, f in files.items() if isinstance(f, str) and not is_library(f))
-        self._spaces = frozenset(id(space) for space in found.values())
+        before = self._known
+        found = {
+            name: known
+            if (known := before.get(name)) is not None and known.module() is module
+            else _Module.of(module)
+            for name, module in list(sys.modules.items())
+        }
+        self._count, self._known = len(found), found
+        self._own = tuple(name for name, known in found.items() if known.is_own)
+        self._spaces = frozenset(known.space for known in found.values())
+
+
+class _Module(NamedTuple):
+    """A module, which is not kept alive.
+
+    Attributes:
+        module: It, weakly; something that returns ``None`` where another thing stands for one.
+        space: Number (``id``) of its dictionary; 0 likewise.
+        is_own: Whether it is the program's own.
+    """
+
+    module: Callable[[], Any]
+    space: int
+    is_own: bool
+
+    @staticmethod
+    def of(module: object) -> _Module:
+        """What is to be known of one."""
+        space = space_of(module)
+        if space is None:
+            return _Module(lambda: None, 0, is_own=False)
+        file = space.get("__file__")
+        is_own = isinstance(file, str) and not is_library(file)
+        return _Module(weakref.ref(module), id(space), is_own)
 
 
 MODULES = Modules()
