@@ -532,3 +532,28 @@ def test_a_group_of_one_process_is_planned(tmp_path: Path):
     assert loop["refusal"] is None
     assert loop["planned"]["steps"] >= 4
     assert_within_budget(loop)
+
+
+def test_what_a_step_is_said_to_take_grows_with_what_the_script_holds(tmp_path: Path):
+    """As in a GAN, whose generator's optimizer makes its state after the discriminator's plan."""
+    code = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    held = []
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(1024, 256)).square().mean().backward()
+        optimizer.step()
+        if step == 3:
+            held.append(torch.randn(4, 256, 1024))
+    print(sum(it.sum().item() for it in held))
+    """
+    ran = inline(tmp_path, "64MiB", code)
+    (loop,) = ran.loops
+    measured = loop["planned"]["peak_bytes"]
+    assert measured <= loop["plan"]["predicted_peak_bytes"] <= 1.03 * measured
+    assert loop["plan"]["unplanned_peak_bytes"] == loop["plan"]["predicted_peak_bytes"]

@@ -211,10 +211,12 @@ class PlannedStep:
     def rounding_bytes(self) -> int:
         """By how much every peak of the plan is higher than those of its steps, or a little less.
 
-        The script may hold a few bytes more by then: a counter, the loss of another step.
+        The script may hold a few bytes more by then: a counter, the loss of another step. Where it
+        holds so much more that peaks of steps are higher, this is below 0.
         """
         held = self.outside_bytes if self.held_bytes is None else self.held_bytes
-        return max(self.outside_bytes - held - _FEW_BYTES, 0)
+        higher = self.outside_bytes - held
+        return max(higher - _FEW_BYTES, 0) if higher > -_FEW_BYTES else higher
 
     def is_as(self, observation: Observation, recorded_peak_bytes: int) -> None:
         """Know what its recording left behind, and what it took.
