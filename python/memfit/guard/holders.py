@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from memfit import _native
 from memfit.errors import Holder
+from memfit.tensors.garbage import no_collection
 from memfit.tensors.optimizers import in_memory
 from memfit.tensors.storage import gradient_of, plain_tensors
 from memfit.track.live_objects import instances
-from memfit.track.look import NAMES, Look, look, undisturbed
+from memfit.track.look import NAMES, Look, look
 from memfit.track.owners import storage_of
 from memfit.track.variables import Running
 
@@ -52,7 +53,7 @@ def holders_of(
     """
     if not blocks:
         return [], {}
-    with undisturbed():
+    with no_collection():
         names, seen = _names(), look(frames)
     total: dict[str, list[int]] = {}
     by_category: dict[str, int] = {}

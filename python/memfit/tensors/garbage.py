@@ -1,7 +1,8 @@
 """When Python's cycle collector runs.
 
 Responsible for keeping it out of a step that is watched, as it ends lives at moments of its own
-choice. Not responsible for what is watched.
+choice, and out of memfit's own work: what it finds is the program's to find. Not responsible for
+what is watched.
 """
 
 from __future__ import annotations
@@ -27,13 +28,12 @@ def no_collection() -> Iterator[None]:
 def collected_once() -> Iterator[None]:
     """Look once at what is made inside, as by large imports: it lives, and is looked at often."""
     enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.collect(1)
-            gc.enable()
+    with no_collection():
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.collect(1)
 
 
 @contextlib.contextmanager

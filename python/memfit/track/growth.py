@@ -18,6 +18,7 @@ from torch import Tensor
 
 from memfit import _native
 from memfit.errors import MemoryGrowthWarning
+from memfit.tensors.garbage import no_collection
 from memfit.tensors.storage import graph_of
 from memfit.track import owners, variables
 from memfit.track.backwards import BACKWARDS
@@ -25,7 +26,7 @@ from memfit.track.cause import Cause
 from memfit.track.cycles import cycle_of
 from memfit.track.lengthened import Lengthened
 from memfit.track.live_objects import instances
-from memfit.track.look import NAMES, Look, Owner, is_own, search, undisturbed
+from memfit.track.look import NAMES, Look, Owner, is_own, search
 from memfit.track.retained import GROUPS, Growth, Kept
 
 TERMS = 4
@@ -192,7 +193,7 @@ def cause_of(growth: Growth) -> Cause:
 
 
 def _cause_of(growth: Growth) -> Cause:
-    with undisturbed():
+    with no_collection():
         found = search(with_results=False)  # what waits to be stored is of this iteration
         sizes = dict(growth.blocks)
         held: dict[int, int] = {}
@@ -215,7 +216,7 @@ def collection_of(growth: Growth) -> Cause | None:
 
     Nothing else shows a loop where no iterations are known: one forward keeps a graph, too.
     """
-    with undisturbed():
+    with no_collection():
         found = search(with_results=False)
         order = {address: place for place, (address, _) in enumerate(growth.blocks)}
         held: dict[tuple[str, str, str], set[int]] = {}

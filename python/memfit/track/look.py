@@ -13,8 +13,7 @@ from __future__ import annotations
 import gc
 import struct
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
@@ -362,18 +361,6 @@ def _cast_begin(parameter: Tensor) -> bytes | None:
     # To the nearest, of two the even one.
     words = struct.unpack(f"{count}I", begin)
     return struct.pack(f"{count}H", *((w + 0x7FFF + (w >> 16 & 1)) >> 16 & 0xFFFF for w in words))
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """A stretch in which the collector does not run: what it finds is the program's to find."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def is_own(error: Exception) -> bool:

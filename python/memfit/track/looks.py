@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from memfit import _native
+from memfit.tensors.garbage import no_collection
 from memfit.track.backwards import BACKWARDS
 from memfit.track.cpu import Reading, Window
-from memfit.track.look import NAMES, OF_BACKWARD, OF_UPDATE, Look, Owner, is_own, look, undisturbed
+from memfit.track.look import NAMES, OF_BACKWARD, OF_UPDATE, Look, Owner, is_own, look
 from memfit.track.owners import ACTIVATION, OTHER, TEMPORARY
 from memfit.track.unused_graphs import UnusedGraphs
 from memfit.track.variables import Running
@@ -226,7 +227,7 @@ class Looks:
         """A stretch of memfit's own code in the middle of the program; where it fails, it ends."""
         self._is_looking = True
         try:
-            with undisturbed():
+            with no_collection():
                 yield
         except Exception as error:
             # A handler of signals may run in here, and what it raises is the program's.

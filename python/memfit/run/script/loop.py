@@ -56,7 +56,7 @@ from memfit.run.script.step_updates import StepUpdates, live_bytes
 from memfit.run.script.strict import Strict
 from memfit.run.script.turns import take_turns
 from memfit.run.script.ways import PIECES, Ways, action_kind
-from memfit.track.look import undisturbed
+from memfit.tensors.garbage import no_collection
 from memfit.track.steps import STEPS
 
 MAX_OBSERVED = 8
@@ -366,7 +366,7 @@ class Loop:
         try:
             self._forbidden.pass_begins(has_rival=self.has_rival)
             if self._must_plan_first(call.key):
-                with undisturbed():  # a large trace is many objects, and nothing of it a cycle
+                with no_collection():  # a large trace is many objects, and nothing of it a cycle
                     self._plan_pending(self._outside_bytes(call, own), call)
             if self._must_observe(call.key):
                 return self._observe(call.key, call, own)
