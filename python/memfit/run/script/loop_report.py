@@ -15,7 +15,9 @@ from memfit import _native
 from memfit.answers import Plan
 from memfit.run.script.loop import Loop
 from memfit.run.script.planned_step import PlannedStep
+from memfit.run.script.request import FitRequest
 from memfit.run.script.roots import class_names
+from memfit.run.script.verdict import BudgetKept
 
 _EXACT = 0.001
 """How far off predictions may be, as a part."""
@@ -129,6 +131,34 @@ def _least_budget_bytes(loop: Loop, plan: Plan, planned: PlannedStep | None) -> 
     if planned is not None and planned.runs_as_recorded:
         least = min(least, planned.recorded_peak_bytes)
     return max(least, loop.counts["observed"].peak_bytes)
+
+
+def record(
+    request: FitRequest, loops: Sequence[Loop], kept: BudgetKept, *, stopped: bool, refusal: str
+) -> dict[str, Any]:
+    """What was found and done in a script, in the program's words.
+
+    Args:
+        request: What the user has asked for.
+        loops: Its loops.
+        kept: Whether the budget was.
+        stopped: Whether the script was ended before a step that would not keep it.
+        refusal: Why nothing was planned; empty where something may have been.
+    """
+    verdict = kept.verdict()
+    over = verdict is not None and not verdict["kept"]
+    shown = without_parts(loops)
+    is_kept, is_alone = verdict is not None and not over, len(shown) == 1
+    return {
+        "budget": request.budget,
+        "verdict": verdict,
+        "stopped": stopped or (over and request.is_strict),
+        "refusal": refusal or None,
+        "loops": [
+            described(loop, kept.between_peak_bytes, is_kept=is_kept, is_alone=is_alone)
+            for loop in shown
+        ],
+    }
 
 
 def without_parts(loops: Sequence[Loop]) -> list[Loop]:

@@ -43,14 +43,7 @@ from memfit.run.script.gone_models import GoneModels
 from memfit.run.script.lean_ops import LeanOps
 from memfit.run.script.lease import Room
 from memfit.run.script.loop import Loop
-from memfit.run.script.loop_report import (
-    described,
-    found,
-    of_one_step,
-    recorded_slowly,
-    unplanned,
-    without_parts,
-)
+from memfit.run.script.loop_report import found, of_one_step, record, recorded_slowly, unplanned
 from memfit.run.script.loose_updates import LOOSE_STATE, LooseUpdates
 from memfit.run.script.overflow import Overflow, may_hold
 from memfit.run.script.parameter_uses import ParameterUses
@@ -573,20 +566,9 @@ class AdoptedScript:
                 self._loops[0].notes[note] = None
             else:
                 self._say(note)
-        verdict = self._kept.verdict()
-        over = verdict is not None and not verdict["kept"]
-        shown = without_parts(self._loops)
-        is_kept, is_alone = verdict is not None and not over, len(shown) == 1
-        return {
-            "budget": self._request.budget,
-            "verdict": verdict,
-            "stopped": stopped or (over and self._strict is not None),
-            "refusal": self._refusal or None,
-            "loops": [
-                described(loop, self._kept.between_peak_bytes, is_kept=is_kept, is_alone=is_alone)
-                for loop in shown
-            ],
-        }
+        return record(
+            self._request, self._loops, self._kept, stopped=stopped, refusal=self._refusal
+        )
 
     # Passes
 
