@@ -64,18 +64,20 @@ def gradients(
     window = _native.AllocationWindow()
     running = StepRecording(model, batch, [], "cpu", most_bytes=most_bytes)
     held: list[Any] = []
-    with mode() if mode is not None else contextlib.nullcontext():
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda it: held.append(running.recorder.pack(it)) or held[-1],
-            running.recorder.unpack,
-        ):
-            loss = model(batch)
-        kept = [it.token for it in held if isinstance(it, Saved)]
-        held.clear()
-        running.backward_begins()
-        loss.backward()
-    running.backward_ended()
-    running.abandon()
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda it: held.append(running.recorder.pack(it)) or held[-1], running.recorder.unpack
+    )
+    try:
+        with mode() if mode is not None else contextlib.nullcontext():
+            with hooks:
+                loss = model(batch)
+            kept = [it.token for it in held if isinstance(it, Saved)]
+            held.clear()
+            running.backward_begins()
+            loss.backward()
+        running.backward_ended()
+    finally:
+        running.abandon()  # or else its mode stays for whatever comes in this process
     peak = window.peak()[0]
     window.close()
     return [p.grad for p in model.parameters() if p.grad is not None], kept, peak

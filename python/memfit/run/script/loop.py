@@ -547,12 +547,13 @@ class Loop:
             self.ways.pieces.recorded(inputs_key, observation)
             self._outside.recorded(inputs_key, observation)
 
-    def passed(self, kind: Kind, peak_bytes: int) -> None:
+    def passed(self, kind: Kind, peak_bytes: int, *, is_step: bool) -> None:
         """A pass is over; what took more than was foreseen is not trusted any more.
 
         Args:
             kind: How it ran.
             peak_bytes: Most bytes live at once in it.
+            is_step: Whether it came to the end of a step.
         """
         for recorded in (self._pending, self._kept) if kind == "observed" else ():
             if recorded is not None and not recorded[1].peak_bytes:
@@ -560,6 +561,8 @@ class Loop:
         planned = self._latest if kind == "planned" else None
         if planned is not None:
             planned.has_run = True
+            if is_step:
+                planned.step_ended()
             self.ran_by.update(planned.kinds)
         if planned is not None and planned.took_more(peak_bytes):
             if planned.is_foreseen:

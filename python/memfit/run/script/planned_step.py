@@ -174,6 +174,7 @@ class PlannedStep:
         observed_peak_bytes: The same, wherever steps may run so.
         held_bytes: The most that the script held besides when a pass by the plan began; ``None``
             before the first.
+        step_held_bytes: The same of passes that came to the end of a step.
         has_run: Whether a pass has run by the plan.
     """
 
@@ -198,7 +199,9 @@ class PlannedStep:
     spare_bytes: int = 0
     observed_peak_bytes: int = 0
     held_bytes: int | None = None
+    step_held_bytes: int | None = None
     has_run: bool = False
+    _began_with: int = 0
 
     @property
     def unplanned_peak_bytes(self) -> int | None:
@@ -214,7 +217,7 @@ class PlannedStep:
         The script may hold a few bytes more by then: a counter, the loss of another step. Where it
         holds so much more that peaks of steps are higher, this is below 0.
         """
-        held = self.outside_bytes if self.held_bytes is None else self.held_bytes
+        held = self.outside_bytes if self.step_held_bytes is None else self.step_held_bytes
         higher = self.outside_bytes - held
         return max(higher - _FEW_BYTES, 0) if higher > -_FEW_BYTES else higher
 
@@ -234,8 +237,13 @@ class PlannedStep:
 
     def pass_begins(self, held_bytes: int) -> None:
         """Learn what the script holds besides when a pass by the plan begins."""
-        self.held_bytes = max(self.held_bytes or 0, self.besides(held_bytes))
+        self._began_with = self.besides(held_bytes)
+        self.held_bytes = max(self.held_bytes or 0, self._began_with)
         self.waits_for_graphs = False
+
+    def step_ended(self) -> None:
+        """The pass that began last came to the end of a step."""
+        self.step_held_bytes = max(self.step_held_bytes or 0, self._began_with)
 
     @property
     def goes(self) -> Passing:
@@ -403,7 +411,8 @@ class PlannedStep:
         more = outside_bytes - self.outside_bytes
         if self.recorded_peak_bytes:  # the recording had what was held in memory, too
             self.recorded_peak_bytes = max(self.recorded_peak_bytes + more, 1)
-        self.plan, self.outside_bytes, self.held_bytes = plan, outside_bytes, None
+        self.plan, self.outside_bytes = plan, outside_bytes
+        self.held_bytes = self.step_held_bytes = None
         self.wider = self.executor = None
 
     def has_outgrown(self, outside_bytes: int) -> bool:

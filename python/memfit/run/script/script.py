@@ -687,7 +687,7 @@ class AdoptedScript:
             self._files.pass_ended(is_observed=isinstance(current.running, ObservedPass))
             self._in_pieces.close()
             loop.counts[kind].passed(peak, is_step=is_step)
-            loop.passed(kind, max(peak, self._overflow.pass_ended()))
+            loop.passed(kind, max(peak, self._overflow.pass_ended()), is_step=is_step)
             self._kept.ended(Over(kind, peak, *loop.why_over(current.running, peak)))
             self._kept.pass_ended(loop.device)
             self._watch_uses()
