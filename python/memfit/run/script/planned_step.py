@@ -201,7 +201,7 @@ class PlannedStep:
     held_bytes: int | None = None
     step_held_bytes: int | None = None
     has_run: bool = False
-    _began_with: int = 0
+    _began_with: int | None = None
 
     @property
     def unplanned_peak_bytes(self) -> int | None:
@@ -237,13 +237,14 @@ class PlannedStep:
 
     def pass_begins(self, held_bytes: int) -> None:
         """Learn what the script holds besides when a pass by the plan begins."""
-        self._began_with = self.besides(held_bytes)
-        self.held_bytes = max(self.held_bytes or 0, self._began_with)
+        self._began_with = besides = self.besides(held_bytes)
+        self.held_bytes = max(self.held_bytes or 0, besides)
         self.waits_for_graphs = False
 
     def step_ended(self) -> None:
         """The pass that began last came to the end of a step."""
-        self.step_held_bytes = max(self.step_held_bytes or 0, self._began_with)
+        if self._began_with is not None:  # in closures, an optimizer's history grows meanwhile
+            self.step_held_bytes = max(self.step_held_bytes or 0, self._began_with)
 
     @property
     def goes(self) -> Passing:
