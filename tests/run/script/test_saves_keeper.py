@@ -110,6 +110,23 @@ def test_what_was_saved_first_is_in_files_and_gradients_are_the_same(
         assert peak < live + room + 6 * batch.nbytes, "an op and what it reads come on top"
 
 
+def test_what_a_node_lets_go_of_is_freed():
+    model, batch = InPlace(), torch.randn(1024, 64)
+    running = StepRecording(model, batch, [], "cpu", most_bytes=_native.counted_bytes() + MEMORY)
+    try:
+        made = torch.randn(4096, 64)
+        saved = running.recorder.pack(made)
+        assert isinstance(saved, Saved)
+        live, size = _native.counted_bytes(), made.nbytes
+        del made
+        blank = saved.let_go()
+        assert blank is not None
+        assert blank.shape == (4096, 64)
+        assert _native.counted_bytes() <= live - size
+    finally:
+        running.abandon()
+
+
 def test_a_graph_that_outlives_its_pass_is_in_files():
     """Nobody makes room in passes that follow, which have as much as before."""
     torch.manual_seed(0)

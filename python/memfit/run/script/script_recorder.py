@@ -77,6 +77,8 @@ class Saved(StandIn):
             return None
         if isinstance(self.token, Tensor):
             blank: Tensor | None = blank_like(self.token)
+            if self.counter is self.token:
+                empty(self.token)  # which goes on counting
         else:
             blank = self.keeper.let_go(self.token)
         if blank is not None:
