@@ -193,7 +193,7 @@ class Ahead:
             self._left[:seen] = alive
 
     def _coming_bytes(self) -> int:
-        """Bytes of those that were fetched ahead and that nobody has asked for yet."""
+        """Bytes fetched ahead that nothing has asked for yet."""
         found = [(it, state) for it in self._coming if (state := it()) is not None]
         coming = [(it, _fetch_of(state)) for it, state in found if state.anchor is not None]
         coming = [(it, fetch) for it, fetch in coming if fetch.is_ahead]

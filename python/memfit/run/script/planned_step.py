@@ -237,8 +237,9 @@ class PlannedStep:
 
     def pass_begins(self, held_bytes: int) -> None:
         """Learn what the script holds besides when a pass by the plan begins."""
-        self._began_with = besides = self.besides(held_bytes)
-        self.held_bytes = max(self.held_bytes or 0, besides)
+        outside_bytes = self.besides(held_bytes)
+        self._began_with = outside_bytes
+        self.held_bytes = max(self.held_bytes or 0, outside_bytes)
         self.waits_for_graphs = False
 
     def step_ended(self) -> None:

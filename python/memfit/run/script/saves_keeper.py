@@ -59,14 +59,14 @@ class SavesKeeper(ScriptRecorder):  # type: ignore[no-untyped-call]
         return saved
 
     def pass_ended(self) -> None:
-        """Have in files what is still needed: nobody makes room in the passes that follow."""
+        """Move what is still needed to files: later passes make no room of it."""
         while self._in_memory:
             saved = self._in_memory.popleft()()
             if saved is not None:
                 saved.goes()
 
     def _make_room(self) -> None:
-        """Have in files what was saved first, as many bytes as there are too many."""
+        """Move the oldest saved tensors to files until what is live is within the limit."""
         lacking = _native.counted_bytes() - self._most_bytes
         while self._in_memory and lacking > 0:
             saved = self._in_memory.popleft()()

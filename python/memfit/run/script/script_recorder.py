@@ -86,10 +86,10 @@ class Saved(StandIn):
         return blank
 
     def goes(self) -> int:
-        """Have elsewhere what is in memory.
+        """Move the tensor out of memory, to where the recording keeps saved tensors.
 
         Returns:
-            Bytes of what it is in; 0 where it stays.
+            Bytes of its storage; 0 where it stays in memory.
         """
         alias = self.token
         if not isinstance(alias, Tensor) or self.counter is None:
